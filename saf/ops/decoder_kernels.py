@@ -23,6 +23,17 @@ STAGES = 4
 second-level cache when it is read again (docs/log.md)."""
 
 
+def softmax_gradient(logits: Tensor, labels: Tensor, count: Tensor, *, ignored: int) -> Tensor:
+    """Run the kernel on `logits [N, V]` in place and return losses `[N]` float32; see `saf::softmax_gradient_`."""
+    labels = labels.contiguous()
+    losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
+    launch(
+        softmax_gradient_kernel, (logits.shape[0],), logits, labels, count, losses, logits.shape[1], logits.stride(0),
+        IGNORED=ignored, BLOCK=COLUMNS, STAGES=STAGES, num_warps=8, device=logits.device,
+    )  # fmt: skip
+    return losses
+
+
 @triton.jit
 def softmax_gradient_kernel(
     logits_ptr, labels_ptr, count_ptr, loss_ptr, V, logits_stride,
@@ -69,16 +80,7 @@ def softmax_gradient_kernel(
     tl.store(p_logits + label, gradient.to(logits_ptr.dtype.element_ty), mask=known)
 
 
-def softmax_gradient(logits: Tensor, labels: Tensor, count: Tensor, *, ignored: int) -> Tensor:
-    """Run the kernel on `logits [N, V]` in place and return losses `[N]` float32; see `saf::softmax_gradient_`."""
-    labels = labels.contiguous()
-    losses = logits.new_empty(logits.shape[0], dtype=torch.float32)
-    launch(
-        softmax_gradient_kernel, (logits.shape[0],), logits, labels, count, losses, logits.shape[1], logits.stride(0),
-        IGNORED=ignored, BLOCK=COLUMNS, STAGES=STAGES, num_warps=8, device=logits.device,
-    )  # fmt: skip
-    return losses
-
+# --- GELU
 
 BLOCK = 2048
 WARPS = 4
@@ -86,19 +88,23 @@ WARPS = 4
 programs. Chosen by this, not measured against others; one pass over memory is bound by memory."""
 
 
-@triton.jit
-def _gelu_parts(b_x):
-    """Return Phi(x) and exp(-x^2 / 2) of float32 x."""
-    t = 1.0 / (1.0 + 0.32 * tl.abs(b_x))
-    poly = -0.06677556
-    poly = poly * t + 0.13958845
-    poly = poly * t + 0.04961156
-    poly = poly * t + 0.12305239
-    poly = poly * t + 0.12682795
-    poly = poly * t + 0.12768972
-    bell = tl.exp2(b_x * b_x * -0.7213475204444817)  # log2(e) / 2
-    tail = poly * t * bell
-    return tl.where(b_x < 0, tail, 1.0 - tail), bell
+def gelu(x: Tensor) -> Tensor:
+    """Return GELU of a dense 16-bit tensor, in the same memory order."""
+    y = x.new_empty(x.shape)
+    size = x.numel()
+    launch(gelu_kernel, (cdiv(size, BLOCK),), x, y, size, BLOCK=BLOCK, num_warps=WARPS, device=x.device)
+    return y
+
+
+def gelu_backward(x: Tensor, gradient: Tensor) -> Tensor:
+    """Multiply `gradient` by GELU's slope at `x`, in place, and return GELU(x)."""
+    y = x.new_empty(x.shape)
+    size = x.numel()
+    launch(
+        gelu_backward_kernel, (cdiv(size, BLOCK),), x, gradient, y, size,
+        BLOCK=BLOCK, num_warps=WARPS, device=x.device,
+    )  # fmt: skip
+    return y
 
 
 @triton.jit
@@ -122,20 +128,16 @@ def gelu_backward_kernel(x_ptr, gradient_ptr, y_ptr, N, BLOCK: tl.constexpr):
     tl.store(gradient_ptr + place, b_gradient.to(gradient_ptr.dtype.element_ty), mask=place < N)
 
 
-def gelu(x: Tensor) -> Tensor:
-    """Return GELU of a dense 16-bit tensor, in the same memory order."""
-    y = x.new_empty(x.shape)
-    size = x.numel()
-    launch(gelu_kernel, (cdiv(size, BLOCK),), x, y, size, BLOCK=BLOCK, num_warps=WARPS, device=x.device)
-    return y
-
-
-def gelu_backward(x: Tensor, gradient: Tensor) -> Tensor:
-    """Multiply `gradient` by GELU's slope at `x`, in place, and return GELU(x)."""
-    y = x.new_empty(x.shape)
-    size = x.numel()
-    launch(
-        gelu_backward_kernel, (cdiv(size, BLOCK),), x, gradient, y, size,
-        BLOCK=BLOCK, num_warps=WARPS, device=x.device,
-    )  # fmt: skip
-    return y
+@triton.jit
+def _gelu_parts(b_x):
+    """Return Phi(x) and exp(-x^2 / 2) of float32 x."""
+    t = 1.0 / (1.0 + 0.32 * tl.abs(b_x))
+    poly = -0.06677556
+    poly = poly * t + 0.13958845
+    poly = poly * t + 0.04961156
+    poly = poly * t + 0.12305239
+    poly = poly * t + 0.12682795
+    poly = poly * t + 0.12768972
+    bell = tl.exp2(b_x * b_x * -0.7213475204444817)  # log2(e) / 2
+    tail = poly * t * bell
+    return tl.where(b_x < 0, tail, 1.0 - tail), bell

@@ -34,57 +34,89 @@ LOG2E = 1.4426950408889634
 """Scores times this are exponents of 2."""
 
 
-@triton.jit
-def _raise_peak(peak, b_score):
-    """Return the peak of old and new scores, the same but finite, and what weights relative to the old one shrink by.
+def decode(
+    query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
+    frozen_read: Tensor | None, frozen_readers: Tensor | None, lowest: int, distance: Tensor | None,
+    key_scale: Tensor | None, row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None,
+    parts: int, scale: float, out: Tensor, *, precision: str,
+) -> None:  # fmt: skip
+    """Write all heads into `out [B, L + F, rows, D]`, stored as `[B, rows, L + F, D]`; arguments of `decode_heads`."""
+    (batch, live, rows, dim), kv, length = query.shape, key.shape[1], value.shape[-2]
+    frozen = 0 if distance is None else distance.shape[0]
+    sums = value.new_empty(parts, batch, live + frozen, rows, dim, dtype=torch.float32)
+    logs = value.new_empty(parts, batch, live, rows, dtype=torch.float32)
+    keys = keys_at_once(dim, value.element_size(), shared_memory(value.device))
+    readers = 1 if frozen_readers is None else frozen_readers.shape[1]
+    blocks = cdiv(rows * readers, BLOCK_ROWS)
+    groups = 0 if frozen_read is None else frozen_read.shape[0] * blocks
+    part_keys = cdiv(cdiv(length, parts), keys) * keys
+    optional = live_read, live_readers, frozen_read, frozen_readers, distance, key_scale, row_scale, first, left_pad
+    launch(
+        flash_decode_kernel, (parts, kv + groups, batch), query, key, value,
+        *[value if one is None else one for one in optional],  # absent ones are never read
+        sums, logs, place, length, part_keys, lowest, scale * LOG2E, *strides(query, key, value),
+        0 if distance is None else distance.stride(0), *sums.stride()[:2], *logs.stride()[:2],
+        LIVE=live, KV=kv, LIVE_GROUP=group, EVEN=live_readers is None, ORDERED=live_read is None, FROZEN=frozen,
+        ROWS=rows, GROUP=readers, BLOCKS=blocks, D=dim, DP=padded_channels(dim), BM=BLOCK_ROWS, BK=keys,
+        ON_DEVICE=first is not None, PADDED=left_pad is not None, PRECISION=precision, STAGES=STAGES, num_warps=WARPS,
+        device=value.device,
+    )  # fmt: skip
+    merge(sums, logs, out)
 
-    Without a key so far the peak is minus infinity, and a difference of infinities would be NaN.
+
+def keys_at_once(dim: int, itemsize: int, shared: int) -> int:
+    """Return how many keys a program reads at once: as many as two stages of keys and values leave room for.
+
+    >>> [keys_at_once(dim, 2, 227 << 10) for dim in (64, 128, 192)], keys_at_once(128, 2, 99 << 10)
+    ([128, 128, 64], 64)
     """
-    higher = tl.maximum(peak, b_score)
-    base = tl.where(higher == float("-inf"), 0.0, higher)
-    return higher, base, tl.exp2(peak - base)
+    keys = KEYS
+    while keys > FEWEST_KEYS and 4 * keys * padded_channels(dim) * itemsize + RESERVED[itemsize] > shared:
+        keys //= 2
+    return keys
 
 
-@triton.jit
-def _sum_frozen(
-    v_ptr, frozen_read_ptr, frozen_readers_ptr, distance_ptr, key_scale_ptr, row_scale_ptr, sums_ptr, first, pad,
-    i_part, i_block, T, part_keys, v_stride_h, v_stride_t, table_stride,
-    ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+@triton.jit(do_not_specialize=["place", "T", "part_keys", "lowest"])
+def flash_decode_kernel(
+    q_ptr, k_ptr, v_ptr, live_read_ptr, live_readers_ptr, frozen_read_ptr, frozen_readers_ptr, distance_ptr,
+    key_scale_ptr, row_scale_ptr, first_ptr, pad_ptr, sums_ptr, logs_ptr, place, T, part_keys, lowest, scale,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
+    table_stride, sums_stride_part, sums_stride_b, logs_stride_part, logs_stride_b,
+    LIVE: tl.constexpr, KV: tl.constexpr, LIVE_GROUP: tl.constexpr, EVEN: tl.constexpr, ORDERED: tl.constexpr,
+    FROZEN: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr,
+    DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, ON_DEVICE: tl.constexpr, PADDED: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum the values of one part of the keys for the frozen slots that read one value head of one sequence.
-
-    A row of the product is a query of one of these slots: P(i - s, j - s), rounded to the values' dtype, where s is the
-    sequence's first real position. Values and sums begin with those of the sequence, sums with the first frozen slot.
-    """
-    i_g = i_block // BLOCKS
-    o_m = (i_block % BLOCKS) * BM + tl.arange(0, BM)
-    slot = tl.load(frozen_readers_ptr + i_g * GROUP + o_m // ROWS, mask=o_m < GROUP * ROWS, other=-1).to(tl.int64)
-    query = first + o_m % ROWS
-    real = (slot >= 0) & (query >= pad)
-    b_row_scale = tl.load(row_scale_ptr + slot * table_stride + query - pad, mask=real, other=0.0).to(tl.float32)
-
-    o_d = tl.arange(0, DP)
-    head = tl.load(frozen_read_ptr + i_g).to(tl.int64)
-    p_v = v_ptr + head * v_stride_h + o_d[None, :]
-    acc = tl.zeros((BM, DP), dtype=tl.float32)
-    lo = tl.maximum(i_part * part_keys, pad // BK * BK)
-    hi = tl.minimum(tl.minimum(i_part * part_keys + part_keys, first + ROWS), T)
-    for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
-        o_k = k0 + tl.arange(0, BK)
-        inside = (o_k >= pad) & (o_k < hi)
-        lag = query[:, None] - o_k[None, :]
-        seen = real[:, None] & inside[None, :] & (lag >= 0)
-        b_distance = tl.load(distance_ptr + slot[:, None] * table_stride + lag, mask=seen, other=0.0).to(tl.float32)
-        p_key_scale = key_scale_ptr + slot[:, None] * table_stride + (o_k - pad)[None, :]
-        b_key_scale = tl.load(p_key_scale, mask=seen, other=0.0)
-        b_weight = b_distance * b_key_scale * b_row_scale[:, None]
-        p_k = p_v + o_k.to(tl.int64)[:, None] * v_stride_t
-        b_v = tl.load(p_k, mask=inside[:, None] & (o_d < D)[None, :], other=0.0)
-        acc = add_product(acc, b_weight, b_v, PRECISION)
-
-    p_sums = sums_ptr + (slot * ROWS + o_m % ROWS)[:, None] * D + o_d[None, :]
-    tl.store(p_sums, acc, mask=(slot >= 0)[:, None] & (o_d < D)[None, :])
+    """Take one part of the keys of one KV head that live slots read, or of one value head that frozen slots read."""
+    i_part = tl.program_id(0)
+    i_g = tl.program_id(1)
+    i_b = tl.program_id(2).to(tl.int64)
+    first = place
+    if ON_DEVICE:
+        first = tl.load(first_ptr).to(tl.int32)
+    pad = place * 0  # a number as a loaded one is: of 0 the compiler would make a constant
+    if PADDED:
+        pad = tl.load(pad_ptr + i_b).to(tl.int32)
+    p_v = v_ptr + i_b * v_stride_b
+    p_sums = sums_ptr + i_part * sums_stride_part + i_b * sums_stride_b
+    if i_g < KV:
+        own = i_g
+        if not ORDERED:
+            own = tl.load(live_read_ptr + i_g)
+        _sum_live(
+            q_ptr + i_b * q_stride_b, k_ptr + i_b * k_stride_b + i_g.to(tl.int64) * k_stride_h,
+            p_v + own.to(tl.int64) * v_stride_h, live_readers_ptr, p_sums,
+            logs_ptr + i_part * logs_stride_part + i_b * logs_stride_b, first, pad, i_part, i_g, T, part_keys,
+            q_stride_h, q_stride_t, k_stride_t, v_stride_t, scale,
+            ROWS, LIVE_GROUP, EVEN, D, DP, BM, BK, PRECISION, STAGES,
+        )  # fmt: skip
+    elif FROZEN > 0:
+        _sum_frozen(
+            p_v + lowest.to(tl.int64) * v_stride_h, frozen_read_ptr, frozen_readers_ptr, distance_ptr, key_scale_ptr,
+            row_scale_ptr, p_sums + LIVE * ROWS * D, first, pad, i_part, i_g - KV, T, part_keys,
+            v_stride_h, v_stride_t, table_stride,
+            ROWS, GROUP, BLOCKS, D, DP, BM, BK, PRECISION, STAGES,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -138,47 +170,71 @@ def _sum_live(
     tl.store(logs_ptr + slot * ROWS + row, b_log, mask=real)
 
 
-@triton.jit(do_not_specialize=["place", "T", "part_keys", "lowest"])
-def flash_decode_kernel(
-    q_ptr, k_ptr, v_ptr, live_read_ptr, live_readers_ptr, frozen_read_ptr, frozen_readers_ptr, distance_ptr,
-    key_scale_ptr, row_scale_ptr, first_ptr, pad_ptr, sums_ptr, logs_ptr, place, T, part_keys, lowest, scale,
-    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
-    table_stride, sums_stride_part, sums_stride_b, logs_stride_part, logs_stride_b,
-    LIVE: tl.constexpr, KV: tl.constexpr, LIVE_GROUP: tl.constexpr, EVEN: tl.constexpr, ORDERED: tl.constexpr,
-    FROZEN: tl.constexpr, ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr,
-    DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, ON_DEVICE: tl.constexpr, PADDED: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+@triton.jit
+def _sum_frozen(
+    v_ptr, frozen_read_ptr, frozen_readers_ptr, distance_ptr, key_scale_ptr, row_scale_ptr, sums_ptr, first, pad,
+    i_part, i_block, T, part_keys, v_stride_h, v_stride_t, table_stride,
+    ROWS: tl.constexpr, GROUP: tl.constexpr, BLOCKS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take one part of the keys of one KV head that live slots read, or of one value head that frozen slots read."""
-    i_part = tl.program_id(0)
-    i_g = tl.program_id(1)
-    i_b = tl.program_id(2).to(tl.int64)
-    first = place
-    if ON_DEVICE:
-        first = tl.load(first_ptr).to(tl.int32)
-    pad = place * 0  # a number as a loaded one is: of 0 the compiler would make a constant
-    if PADDED:
-        pad = tl.load(pad_ptr + i_b).to(tl.int32)
-    p_v = v_ptr + i_b * v_stride_b
-    p_sums = sums_ptr + i_part * sums_stride_part + i_b * sums_stride_b
-    if i_g < KV:
-        own = i_g
-        if not ORDERED:
-            own = tl.load(live_read_ptr + i_g)
-        _sum_live(
-            q_ptr + i_b * q_stride_b, k_ptr + i_b * k_stride_b + i_g.to(tl.int64) * k_stride_h,
-            p_v + own.to(tl.int64) * v_stride_h, live_readers_ptr, p_sums,
-            logs_ptr + i_part * logs_stride_part + i_b * logs_stride_b, first, pad, i_part, i_g, T, part_keys,
-            q_stride_h, q_stride_t, k_stride_t, v_stride_t, scale,
-            ROWS, LIVE_GROUP, EVEN, D, DP, BM, BK, PRECISION, STAGES,
-        )  # fmt: skip
-    elif FROZEN > 0:
-        _sum_frozen(
-            p_v + lowest.to(tl.int64) * v_stride_h, frozen_read_ptr, frozen_readers_ptr, distance_ptr, key_scale_ptr,
-            row_scale_ptr, p_sums + LIVE * ROWS * D, first, pad, i_part, i_g - KV, T, part_keys,
-            v_stride_h, v_stride_t, table_stride,
-            ROWS, GROUP, BLOCKS, D, DP, BM, BK, PRECISION, STAGES,
-        )  # fmt: skip
+    """Sum the values of one part of the keys for the frozen slots that read one value head of one sequence.
+
+    A row of the product is a query of one of these slots: P(i - s, j - s), rounded to the values' dtype, where s is the
+    sequence's first real position. Values and sums begin with those of the sequence, sums with the first frozen slot.
+    """
+    i_g = i_block // BLOCKS
+    o_m = (i_block % BLOCKS) * BM + tl.arange(0, BM)
+    slot = tl.load(frozen_readers_ptr + i_g * GROUP + o_m // ROWS, mask=o_m < GROUP * ROWS, other=-1).to(tl.int64)
+    query = first + o_m % ROWS
+    real = (slot >= 0) & (query >= pad)
+    b_row_scale = tl.load(row_scale_ptr + slot * table_stride + query - pad, mask=real, other=0.0).to(tl.float32)
+
+    o_d = tl.arange(0, DP)
+    head = tl.load(frozen_read_ptr + i_g).to(tl.int64)
+    p_v = v_ptr + head * v_stride_h + o_d[None, :]
+    acc = tl.zeros((BM, DP), dtype=tl.float32)
+    lo = tl.maximum(i_part * part_keys, pad // BK * BK)
+    hi = tl.minimum(tl.minimum(i_part * part_keys + part_keys, first + ROWS), T)
+    for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
+        o_k = k0 + tl.arange(0, BK)
+        inside = (o_k >= pad) & (o_k < hi)
+        lag = query[:, None] - o_k[None, :]
+        seen = real[:, None] & inside[None, :] & (lag >= 0)
+        b_distance = tl.load(distance_ptr + slot[:, None] * table_stride + lag, mask=seen, other=0.0).to(tl.float32)
+        p_key_scale = key_scale_ptr + slot[:, None] * table_stride + (o_k - pad)[None, :]
+        b_key_scale = tl.load(p_key_scale, mask=seen, other=0.0)
+        b_weight = b_distance * b_key_scale * b_row_scale[:, None]
+        p_k = p_v + o_k.to(tl.int64)[:, None] * v_stride_t
+        b_v = tl.load(p_k, mask=inside[:, None] & (o_d < D)[None, :], other=0.0)
+        acc = add_product(acc, b_weight, b_v, PRECISION)
+
+    p_sums = sums_ptr + (slot * ROWS + o_m % ROWS)[:, None] * D + o_d[None, :]
+    tl.store(p_sums, acc, mask=(slot >= 0)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def _raise_peak(peak, b_score):
+    """Return the peak of old and new scores, the same but finite, and what weights relative to the old one shrink by.
+
+    Without a key so far the peak is minus infinity, and a difference of infinities would be NaN.
+    """
+    higher = tl.maximum(peak, b_score)
+    base = tl.where(higher == float("-inf"), 0.0, higher)
+    return higher, base, tl.exp2(peak - base)
+
+
+# --- merging parts
+
+
+def merge(sums: Tensor, logs: Tensor, out: Tensor) -> None:
+    """Merge outputs of each part, `[parts, B, H, rows, D]`, by live heads' logarithms `[parts, B, L, rows]`."""
+    parts, batch, heads, rows, dim = sums.shape
+    live, width = logs.shape[2], padded_channels(dim)
+    warps = 1 if dim <= 128 else width // 64  # of more channels one warp would spill
+    launch(
+        merge_kernel, (batch * rows, heads), sums, logs, out, parts, sums.stride(0), logs.stride(0),
+        LIVE=live, FROZEN=heads - live, ROWS=rows, D=dim, DP=width, BP=PARTS, num_warps=warps, device=sums.device,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -214,56 +270,3 @@ def merge_kernel(
             b_sum += tl.sum(tl.load(p_own, mask=(o_p < parts)[:, None] & (o_d < D)[None, :], other=0.0), 0)
     p_out = out_ptr + ((i_b * ROWS + i_row) * (LIVE + FROZEN) + i_h) * D + o_d
     tl.store(p_out, b_sum.to(out_ptr.dtype.element_ty), mask=o_d < D)
-
-
-def keys_at_once(dim: int, itemsize: int, shared: int) -> int:
-    """Return how many keys a program reads at once: as many as two stages of keys and values leave room for.
-
-    >>> [keys_at_once(dim, 2, 227 << 10) for dim in (64, 128, 192)], keys_at_once(128, 2, 99 << 10)
-    ([128, 128, 64], 64)
-    """
-    keys = KEYS
-    while keys > FEWEST_KEYS and 4 * keys * padded_channels(dim) * itemsize + RESERVED[itemsize] > shared:
-        keys //= 2
-    return keys
-
-
-def decode(
-    query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
-    frozen_read: Tensor | None, frozen_readers: Tensor | None, lowest: int, distance: Tensor | None,
-    key_scale: Tensor | None, row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None,
-    parts: int, scale: float, out: Tensor, *, precision: str,
-) -> None:  # fmt: skip
-    """Write all heads into `out [B, L + F, rows, D]`, stored as `[B, rows, L + F, D]`; arguments of `decode_heads`."""
-    (batch, live, rows, dim), kv, length = query.shape, key.shape[1], value.shape[-2]
-    frozen = 0 if distance is None else distance.shape[0]
-    sums = value.new_empty(parts, batch, live + frozen, rows, dim, dtype=torch.float32)
-    logs = value.new_empty(parts, batch, live, rows, dtype=torch.float32)
-    keys = keys_at_once(dim, value.element_size(), shared_memory(value.device))
-    readers = 1 if frozen_readers is None else frozen_readers.shape[1]
-    blocks = cdiv(rows * readers, BLOCK_ROWS)
-    groups = 0 if frozen_read is None else frozen_read.shape[0] * blocks
-    part_keys = cdiv(cdiv(length, parts), keys) * keys
-    optional = live_read, live_readers, frozen_read, frozen_readers, distance, key_scale, row_scale, first, left_pad
-    launch(
-        flash_decode_kernel, (parts, kv + groups, batch), query, key, value,
-        *[value if one is None else one for one in optional],  # absent ones are never read
-        sums, logs, place, length, part_keys, lowest, scale * LOG2E, *strides(query, key, value),
-        0 if distance is None else distance.stride(0), *sums.stride()[:2], *logs.stride()[:2],
-        LIVE=live, KV=kv, LIVE_GROUP=group, EVEN=live_readers is None, ORDERED=live_read is None, FROZEN=frozen,
-        ROWS=rows, GROUP=readers, BLOCKS=blocks, D=dim, DP=padded_channels(dim), BM=BLOCK_ROWS, BK=keys,
-        ON_DEVICE=first is not None, PADDED=left_pad is not None, PRECISION=precision, STAGES=STAGES, num_warps=WARPS,
-        device=value.device,
-    )  # fmt: skip
-    merge(sums, logs, out)
-
-
-def merge(sums: Tensor, logs: Tensor, out: Tensor) -> None:
-    """Merge outputs of each part, `[parts, B, H, rows, D]`, by live heads' logarithms `[parts, B, L, rows]`."""
-    parts, batch, heads, rows, dim = sums.shape
-    live, width = logs.shape[2], padded_channels(dim)
-    warps = 1 if dim <= 128 else width // 64  # of more channels one warp would spill
-    launch(
-        merge_kernel, (batch * rows, heads), sums, logs, out, parts, sums.stride(0), logs.stride(0),
-        LIVE=live, FROZEN=heads - live, ROWS=rows, D=dim, DP=width, BP=PARTS, num_warps=warps, device=sums.device,
-    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The fused kernels and their launches: ordinary, compact and dense heads, forward in one launch, backward in three.
+"""The fused launches and their kernels: ordinary, compact and dense heads, forward in one launch, backward in three.
 
     fused_forward_kernel   a block of queries of one head          O = P V
     delta_kernel           live heads, for the softmax's gradient  delta_i = <dO_i, O_i>
@@ -27,386 +27,6 @@ from saf.ops.live import score_scale
 
 LOG2E = tl.constexpr(1.4426950408889634)
 """1 / log 2: the kernels' exponentials are powers of two."""
-
-
-@triton.jit
-def load_rows(
-    pointer, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """Load rows from a start of a [T, D] matrix as [ROWS, DP], zero outside."""
-    o_r = tl.arange(0, ROWS)
-    o_d = tl.arange(0, DP)
-    p = pointer + tl.cast(start, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
-    if EVEN and D == DP:
-        return tl.load(p)
-    if D == DP:
-        return tl.load(p, mask=(start + o_r < T)[:, None], other=0.0)
-    return tl.load(p, mask=(start + o_r < T)[:, None] & (o_d < D)[None, :], other=0.0)
-
-
-@triton.jit
-def band_tile(band_ptr, shift_stride, query, key, start):
-    """Load rho at distances start + query - key as aligned vectors over queries; -inf at future keys."""
-    return tl.load(band_ptr + start + (key % 4) * shift_stride + (query - (key // 4) * 4))
-
-
-@triton.jit
-def _attend(
-    acc, row_sum, row_max, b_q, k_ptr, v_ptr, lo, hi, o_m, T, scale, k_stride, v_stride,
-    D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Take the online softmax over key blocks in [lo, hi), in powers of two."""
-    for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
-        o_k = k0 + tl.arange(0, BK)
-        b_k = load_rows(k_ptr, k0, k_stride, T, BK, D, DP, EVEN)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
-        if MASK:
-            b_s = tl.where(o_m[:, None] >= o_k[None, :], b_s, float("-inf"))
-        new_max = tl.maximum(row_max, tl.max(b_s, 1))
-        b_p = tl.exp2(b_s - new_max[:, None])
-        correction = tl.exp2(row_max - new_max)
-        row_sum = row_sum * correction + tl.sum(b_p, 1)
-        acc = acc * correction[:, None]
-        b_v = load_rows(v_ptr, k0, v_stride, T, BK, D, DP, EVEN)
-        acc = add_product(acc, b_p, b_v, PRECISION)
-        row_max = new_max
-    return acc, row_sum, row_max
-
-
-@triton.jit
-def fused_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, state_ptr, query_ptr, key_ptr, value_ptr, pattern_ptr,
-    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, H, L, T, scale,
-    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
-    v_stride_b, v_stride_h, v_stride_t, out_stride_b, out_stride_h, out_stride_t,
-    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
-    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute one (batch element, head, query block): the head's state says how its weights come about."""
-    # Blocks with the longest sum come first.
-    i_m = tl.num_programs(1) - 1 - tl.program_id(1)
-    i_b = (tl.program_id(0) // H).to(tl.int64)
-    i_h = tl.program_id(0) % H
-    state = tl.load(state_ptr + i_h)
-    slot = tl.load(pattern_ptr + i_h).to(tl.int64)
-    m0 = i_m * BM
-    o_m = m0 + tl.arange(0, BM)
-    hi = tl.minimum(m0 + BM, T)
-    v_ptr += i_b * v_stride_b + tl.load(value_ptr + i_h).to(tl.int64) * v_stride_h
-    acc = tl.zeros((BM, DP), dtype=tl.float32)
-    scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
-
-    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in tables.py.
-    if HAS_LIVE:  # noqa: SIM102
-        if state == 0:
-            i_q = tl.load(query_ptr + i_h).to(tl.int64)
-            q_ptr += i_b * q_stride_b + i_q * q_stride_h
-            k_ptr += i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
-            b_q = load_rows(q_ptr, m0, q_stride_t, T, BM, D, DP, EVEN)
-            row_max = tl.full((BM,), float("-inf"), tl.float32)
-            row_sum = tl.zeros((BM,), dtype=tl.float32)
-            # Key blocks wholly in the past need no mask.
-            middle = (m0 // BK) * BK
-            acc, row_sum, row_max = _attend(
-                acc, row_sum, row_max, b_q, k_ptr, v_ptr, 0, middle, o_m, T, scale, k_stride_t, v_stride_t,
-                D, DP, BK, False, True, PRECISION, STAGES,
-            )  # fmt: skip
-            acc, row_sum, row_max = _attend(
-                acc, row_sum, row_max, b_q, k_ptr, v_ptr, middle, hi, o_m, T, scale, k_stride_t, v_stride_t,
-                D, DP, BK, True, EVEN, PRECISION, STAGES,
-            )  # fmt: skip
-            acc = acc / row_sum[:, None]
-            # 0.6931... = log 2: the stored log-sum-exp is a natural logarithm.
-            lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453
-            tl.store(lse_ptr + (i_b * L + i_q) * T + o_m, lse, mask=o_m < T)
-
-    if HAS_COMPACT:  # noqa: SIM102
-        if state == 1:
-            query = tl.arange(0, BM)[:, None]
-            key = tl.arange(0, BK)[None, :]
-            b_z = tl.load(log_z_ptr + slot * pattern_stride + o_m, mask=o_m < T, other=float("inf"))
-            band_ptr += slot * band_stride
-            for k0 in tl.range(0, hi, BK, num_stages=STAGES):
-                o_k = k0 + tl.arange(0, BK)
-                b_rho = band_tile(band_ptr, band_shift_stride, query, key, PAD + m0 - k0)
-                b_alpha = tl.load(alpha_ptr + slot * pattern_stride + o_k, mask=o_k < T, other=float("-inf"))
-                b_p = tl.exp2((b_rho - b_z[:, None]) + b_alpha[None, :])
-                b_v = load_rows(v_ptr, k0, v_stride_t, T, BK, D, DP, EVEN)
-                acc = add_product(acc, b_p, b_v, PRECISION)
-
-    if HAS_DENSE:  # noqa: SIM102
-        if state == 2:
-            p_p = dense_ptr + slot * dense_stride + o_m.to(tl.int64)[:, None] * dense_row_stride
-            for k0 in tl.range(0, hi, BK, num_stages=STAGES):
-                o_k = k0 + tl.arange(0, BK)
-                causal = (o_m < T)[:, None] & (o_m[:, None] >= o_k[None, :])
-                b_p = tl.load(p_p + o_k[None, :], mask=causal, other=0.0)
-                b_v = load_rows(v_ptr, k0, v_stride_t, T, BK, D, DP, EVEN)
-                acc = add_product(acc, b_p, b_v, PRECISION)
-
-    out_ptr += i_b * out_stride_b + i_h.to(tl.int64) * out_stride_h
-    o_d = tl.arange(0, DP)
-    p_out = out_ptr + o_m.to(tl.int64)[:, None] * out_stride_t + o_d[None, :]
-    tl.store(p_out, acc.to(out_ptr.dtype.element_ty), mask=(o_m < T)[:, None] & (o_d < D)[None, :])
-
-
-@triton.jit
-def delta_kernel(
-    out_ptr, grad_ptr, delta_ptr, live_ptr, L, T,
-    out_stride_b, out_stride_h, out_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
-):  # fmt: skip
-    """Sum the rows of output times its gradient, for live heads."""
-    m0 = tl.program_id(1) * BM
-    o_m = m0 + tl.arange(0, BM)
-    i_b = (tl.program_id(0) // L).to(tl.int64)
-    i_h = tl.load(live_ptr + tl.program_id(0) % L).to(tl.int64)
-    b_out = load_rows(out_ptr + i_b * out_stride_b + i_h * out_stride_h, m0, out_stride_t, T, BM, D, DP, False)
-    b_grad = load_rows(grad_ptr + i_b * grad_stride_b + i_h * grad_stride_h, m0, grad_stride_t, T, BM, D, DP, False)
-    b_delta = tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), 1)
-    tl.store(delta_ptr + tl.program_id(0).to(tl.int64) * T + o_m, b_delta, mask=o_m < T)
-
-
-@triton.jit
-def _live_step(
-    b_dk, b_dv, b_k, b_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, m0, o_k, T, scale2, q_stride, grad_stride,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Add one query block's part to dV and (unscaled) dK of a live head."""
-    o_m = m0 + tl.arange(0, BM)
-    b_q = load_rows(q_ptr, m0, q_stride, T, BM, D, DP, EVEN)
-    b_grad = load_rows(grad_ptr, m0, grad_stride, T, BM, D, DP, EVEN)
-    # Rows beyond T: +inf makes their weights zero.
-    b_lse = tl.load(lse_ptr + o_m, mask=o_m < T, other=float("inf"))
-    b_delta = tl.load(delta_ptr + o_m, mask=o_m < T, other=0.0)
-    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
-    b_p = tl.exp2(b_s * scale2 - (b_lse * LOG2E)[None, :])
-    if MASK:
-        b_p = tl.where(o_m[None, :] >= o_k[:, None], b_p, 0.0)
-    b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
-    b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION)
-    b_ds = b_p * (b_dp - b_delta[None, :])
-    b_dk = add_product(b_dk, b_ds, b_q, PRECISION)
-    return b_dk, b_dv
-
-
-@triton.jit
-def _live_keys(
-    b_dk, b_dv, p_k, p_v, p_q, p_grad, p_lse, p_delta, k0, T, scale2,
-    q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Add a live head's part to dV and (unscaled) dK of one key block."""
-    o_k = k0 + tl.arange(0, BK)
-    b_k = load_rows(p_k, k0, k_stride_t, T, BK, D, DP, EVEN)
-    b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
-    # Query blocks wholly after the key block need no mask.
-    middle = tl.minimum(tl.cdiv(k0 + BK, BM) * BM, T)
-    for m0 in tl.range((k0 // BM) * BM, middle, BM, num_stages=STAGES):
-        b_dk, b_dv = _live_step(
-            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_k, T, scale2, q_stride_t, grad_stride_t,
-            D, DP, BM, True, EVEN, PRECISION,
-        )  # fmt: skip
-    for m0 in tl.range(middle, T, BM, num_stages=STAGES):
-        b_dk, b_dv = _live_step(
-            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_k, T, scale2, q_stride_t, grad_stride_t,
-            D, DP, BM, False, EVEN, PRECISION,
-        )  # fmt: skip
-    return b_dk, b_dv
-
-
-@triton.jit
-def _compact_keys(
-    b_dv, p_grad, p_alpha, p_band, p_log_z, k0, T, grad_stride_t, band_shift_stride,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Add a compact head's part, P^T dO, to dV of one key block."""
-    o_k = k0 + tl.arange(0, BK)
-    key = tl.arange(0, BK)[:, None]
-    query = tl.arange(0, BM)[None, :]
-    b_alpha = tl.load(p_alpha + o_k, mask=o_k < T, other=float("-inf"))
-    for m0 in tl.range((k0 // BM) * BM, T, BM, num_stages=STAGES):
-        o_m = m0 + tl.arange(0, BM)
-        b_rho = band_tile(p_band, band_shift_stride, query, key, PAD + m0 - k0)
-        # Rows beyond T: +inf makes their weights zero; unnormalised ones may be infinite, and their gradients are zero.
-        b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=float("inf"))
-        b_p = tl.exp2((b_rho - b_z[None, :]) + b_alpha[:, None])
-        b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
-        b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
-    return b_dv
-
-
-@triton.jit
-def _dense_keys(
-    b_dv, p_grad, p_dense, k0, T, grad_stride_t, dense_row_stride,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Add a dense head's part, P^T dO, to dV of one key block."""
-    o_k = k0 + tl.arange(0, BK)
-    for m0 in tl.range((k0 // BM) * BM, T, BM, num_stages=STAGES):
-        o_m = m0 + tl.arange(0, BM)
-        causal = (o_m < T)[None, :] & (o_m[None, :] >= o_k[:, None])
-        p_p = p_dense + o_m.to(tl.int64)[None, :] * dense_row_stride + o_k[:, None]
-        b_p = tl.load(p_p, mask=causal, other=0.0)
-        b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
-        b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
-    return b_dv
-
-
-@triton.jit
-def _add_head(
-    b_dk, b_dv, key_slot, i_h, i_b, k0, p_v,
-    q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
-    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
-    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
-    grad_stride_b, grad_stride_h, grad_stride_t,
-    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
-    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Add one head's part to dV and dK of a key block; return the key slot too if the head is live."""
-    state = tl.load(state_ptr + i_h)
-    slot = tl.load(pattern_ptr + i_h).to(tl.int64)
-    p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
-    if HAS_LIVE:  # noqa: SIM102
-        if state == 0:
-            i_q = tl.load(query_ptr + i_h).to(tl.int64)
-            key_slot = tl.load(key_ptr + i_h)
-            rows = (i_b * L + i_q) * T
-            b_dk, b_dv = _live_keys(
-                b_dk, b_dv, k_ptr + i_b * k_stride_b + key_slot.to(tl.int64) * k_stride_h, p_v,
-                q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_grad, lse_ptr + rows, delta_ptr + rows,
-                k0, T, scale * LOG2E, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
-                D, DP, BM, BK, EVEN, PRECISION, STAGES,
-            )  # fmt: skip
-    if HAS_COMPACT:  # noqa: SIM102
-        if state == 1:
-            start = slot * pattern_stride
-            b_dv = _compact_keys(
-                b_dv, p_grad, alpha_ptr + start, band_ptr + slot * band_stride, log_z_ptr + start, k0, T,
-                grad_stride_t, band_shift_stride, D, DP, BM, BK, PAD, EVEN, PRECISION, STAGES,
-            )  # fmt: skip
-    if HAS_DENSE:  # noqa: SIM102
-        if state == 2:
-            b_dv = _dense_keys(
-                b_dv, p_grad, dense_ptr + slot * dense_stride, k0, T, grad_stride_t, dense_row_stride,
-                D, DP, BM, BK, EVEN, PRECISION, STAGES,
-            )  # fmt: skip
-    return b_dk, b_dv, key_slot
-
-
-@triton.jit
-def key_block_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    state_ptr, query_ptr, key_ptr, pattern_ptr, group_start_ptr, group_heads_ptr,
-    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, num_value_heads, L, T, scale,
-    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
-    v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
-    dk_stride_b, dk_stride_h, dk_stride_t, dv_stride_b, dv_stride_h, dv_stride_t,
-    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
-    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, GROUPED: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute dV of all heads and dK of live ones, in a fixed order, of one (batch element, value head, key block)."""
-    i_b = (tl.program_id(0) // num_value_heads).to(tl.int64)
-    i_g = tl.program_id(0) % num_value_heads
-    k0 = tl.program_id(1) * BK
-    p_v = v_ptr + i_b * v_stride_b + i_g.to(tl.int64) * v_stride_h
-    b_dv = tl.zeros((BK, DP), dtype=tl.float32)
-    b_dk = tl.zeros((BK, DP), dtype=tl.float32)
-    # Every live head of a value head reads one key head; none: minus one, of the type of k0, as the loop carries it on.
-    # Triton 3.7 makes a tensor of a plain -1 too.
-    key_slot = k0 * 0 - 1
-    if GROUPED:
-        lo = tl.load(group_start_ptr + i_g)
-        hi = tl.load(group_start_ptr + i_g + 1)
-        for entry in range(lo, hi):
-            b_dk, b_dv, key_slot = _add_head(
-                b_dk, b_dv, key_slot, tl.load(group_heads_ptr + entry), i_b, k0, p_v,
-                q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
-                alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
-                q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
-                grad_stride_b, grad_stride_h, grad_stride_t,
-                pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
-                D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
-            )  # fmt: skip
-    else:
-        # Without a loop over heads the compiler keeps no address of one kind of head alive through another's loop.
-        b_dk, b_dv, key_slot = _add_head(
-            b_dk, b_dv, key_slot, tl.load(group_heads_ptr + i_g), i_b, k0, p_v,
-            q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
-            alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
-            q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
-            grad_stride_b, grad_stride_h, grad_stride_t,
-            pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
-            D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
-        )  # fmt: skip
-
-    _store_rows(dv_ptr + i_b * dv_stride_b + i_g.to(tl.int64) * dv_stride_h, b_dv, k0, dv_stride_t, T, D, DP, BK)
-    if HAS_LIVE:  # noqa: SIM102
-        if key_slot >= 0:
-            p_dk = dk_ptr + i_b * dk_stride_b + key_slot.to(tl.int64) * dk_stride_h
-            _store_rows(p_dk, b_dk * scale, k0, dk_stride_t, T, D, DP, BK)
-
-
-@triton.jit
-def _store_rows(pointer, value, start, stride, T, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr):
-    """Store [ROWS, DP] as rows of a [T, D] matrix from a start."""
-    row = start + tl.arange(0, ROWS)
-    o_d = tl.arange(0, DP)
-    mask = (row < T)[:, None] & (o_d < D)[None, :]
-    p = pointer + row.to(tl.int64)[:, None] * stride + o_d[None, :]
-    tl.store(p, value.to(pointer.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def query_block_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, live_ptr, key_ptr, value_ptr, L, T, scale,
-    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
-    v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
-    dq_stride_b, dq_stride_h, dq_stride_t,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute dQ of one (batch element, live head, query block)."""
-    m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
-    i_b = (tl.program_id(0) // L).to(tl.int64)
-    i_q = tl.program_id(0) % L
-    i_h = tl.load(live_ptr + i_q)
-    i_q = i_q.to(tl.int64)
-    o_m = m0 + tl.arange(0, BM)
-    scale2 = scale * LOG2E
-    p_k = k_ptr + i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
-    p_v = v_ptr + i_b * v_stride_b + tl.load(value_ptr + i_h).to(tl.int64) * v_stride_h
-    b_q = load_rows(q_ptr + i_b * q_stride_b + i_q * q_stride_h, m0, q_stride_t, T, BM, D, DP, EVEN)
-    p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
-    b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
-    row = (i_b * L + i_q) * T + o_m
-    b_lse = tl.load(lse_ptr + row, mask=o_m < T, other=float("inf")) * LOG2E
-    b_delta = tl.load(delta_ptr + row, mask=o_m < T, other=0.0)
-    b_dq = tl.zeros((BM, DP), dtype=tl.float32)
-    for k0 in tl.range(0, tl.minimum(m0 + BM, T), BK, num_stages=STAGES):
-        o_k = k0 + tl.arange(0, BK)
-        b_k = load_rows(p_k, k0, k_stride_t, T, BK, D, DP, EVEN)
-        b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
-        b_p = tl.exp2(b_s * scale2 - b_lse[:, None])
-        b_p = tl.where(o_m[:, None] >= o_k[None, :], b_p, 0.0)
-        b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
-        b_ds = b_p * (b_dp - b_delta[:, None])
-        b_dq = add_product(b_dq, b_ds, b_k, PRECISION)
-    _store_rows(dq_ptr + i_b * dq_stride_b + i_q * dq_stride_h, b_dq * scale, m0, dq_stride_t, T, D, DP, BM)
-
-
 FEW_ROWS = 49_152
 FEW_PAIRS = FEW_ROWS * 1024
 """B x H x T, and B x H x T x T, up to either of which few programs are launched, in smaller blocks of queries.
@@ -458,14 +78,6 @@ def choose_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, few: b
         keys = Blocks(32, 64, 4, 2) if grouped else Blocks(64, 128, 8, 2)
         return FusedConfig(Blocks(64, 64, 4, 3), keys, queries)
     return FusedConfig(Blocks(64, 64, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 4, 1))
-
-
-def _of_patterns(maps: HeadMaps, patterns: FusedPatterns) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the strides of patterns, and which kinds of heads a layer has: code for absent kinds is left out."""
-    names = "HAS_LIVE", "HAS_COMPACT", "HAS_DENSE"
-    kinds = {name: count > 0 for name, count in zip(names, maps.counts, strict=True)}
-    own = patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2]
-    return own, kinds | {"PAD": PAD}
 
 
 def fused_forward(
@@ -548,3 +160,398 @@ def fused_backward(
             **blocks.queries.constants(length, dim), device=value.device,
         )  # fmt: skip
     return dq, dk, dv
+
+
+def _of_patterns(maps: HeadMaps, patterns: FusedPatterns) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the strides of patterns, and which kinds of heads a layer has: code for absent kinds is left out."""
+    names = "HAS_LIVE", "HAS_COMPACT", "HAS_DENSE"
+    kinds = {name: count > 0 for name, count in zip(names, maps.counts, strict=True)}
+    own = patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2]
+    return own, kinds | {"PAD": PAD}
+
+
+# --- forward
+
+
+@triton.jit
+def fused_forward_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, state_ptr, query_ptr, key_ptr, value_ptr, pattern_ptr,
+    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, H, L, T, scale,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
+    v_stride_b, v_stride_h, v_stride_t, out_stride_b, out_stride_h, out_stride_t,
+    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
+    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute one (batch element, head, query block): the head's state says how its weights come about."""
+    # Blocks with the longest sum come first.
+    i_m = tl.num_programs(1) - 1 - tl.program_id(1)
+    i_b = (tl.program_id(0) // H).to(tl.int64)
+    i_h = tl.program_id(0) % H
+    state = tl.load(state_ptr + i_h)
+    slot = tl.load(pattern_ptr + i_h).to(tl.int64)
+    m0 = i_m * BM
+    o_m = m0 + tl.arange(0, BM)
+    hi = tl.minimum(m0 + BM, T)
+    v_ptr += i_b * v_stride_b + tl.load(value_ptr + i_h).to(tl.int64) * v_stride_h
+    acc = tl.zeros((BM, DP), dtype=tl.float32)
+    scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
+
+    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in tables.py.
+    if HAS_LIVE:  # noqa: SIM102
+        if state == 0:
+            i_q = tl.load(query_ptr + i_h).to(tl.int64)
+            q_ptr += i_b * q_stride_b + i_q * q_stride_h
+            k_ptr += i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
+            b_q = load_rows(q_ptr, m0, q_stride_t, T, BM, D, DP, EVEN)
+            row_max = tl.full((BM,), float("-inf"), tl.float32)
+            row_sum = tl.zeros((BM,), dtype=tl.float32)
+            # Key blocks wholly in the past need no mask.
+            middle = (m0 // BK) * BK
+            acc, row_sum, row_max = _attend(
+                acc, row_sum, row_max, b_q, k_ptr, v_ptr, 0, middle, o_m, T, scale, k_stride_t, v_stride_t,
+                D, DP, BK, False, True, PRECISION, STAGES,
+            )  # fmt: skip
+            acc, row_sum, row_max = _attend(
+                acc, row_sum, row_max, b_q, k_ptr, v_ptr, middle, hi, o_m, T, scale, k_stride_t, v_stride_t,
+                D, DP, BK, True, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+            acc = acc / row_sum[:, None]
+            # 0.6931... = log 2: the stored log-sum-exp is a natural logarithm.
+            lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453
+            tl.store(lse_ptr + (i_b * L + i_q) * T + o_m, lse, mask=o_m < T)
+
+    if HAS_COMPACT:  # noqa: SIM102
+        if state == 1:
+            query = tl.arange(0, BM)[:, None]
+            key = tl.arange(0, BK)[None, :]
+            b_z = tl.load(log_z_ptr + slot * pattern_stride + o_m, mask=o_m < T, other=float("inf"))
+            band_ptr += slot * band_stride
+            for k0 in tl.range(0, hi, BK, num_stages=STAGES):
+                o_k = k0 + tl.arange(0, BK)
+                b_rho = band_tile(band_ptr, band_shift_stride, query, key, PAD + m0 - k0)
+                b_alpha = tl.load(alpha_ptr + slot * pattern_stride + o_k, mask=o_k < T, other=float("-inf"))
+                b_p = tl.exp2((b_rho - b_z[:, None]) + b_alpha[None, :])
+                b_v = load_rows(v_ptr, k0, v_stride_t, T, BK, D, DP, EVEN)
+                acc = add_product(acc, b_p, b_v, PRECISION)
+
+    if HAS_DENSE:  # noqa: SIM102
+        if state == 2:
+            p_p = dense_ptr + slot * dense_stride + o_m.to(tl.int64)[:, None] * dense_row_stride
+            for k0 in tl.range(0, hi, BK, num_stages=STAGES):
+                o_k = k0 + tl.arange(0, BK)
+                causal = (o_m < T)[:, None] & (o_m[:, None] >= o_k[None, :])
+                b_p = tl.load(p_p + o_k[None, :], mask=causal, other=0.0)
+                b_v = load_rows(v_ptr, k0, v_stride_t, T, BK, D, DP, EVEN)
+                acc = add_product(acc, b_p, b_v, PRECISION)
+
+    out_ptr += i_b * out_stride_b + i_h.to(tl.int64) * out_stride_h
+    o_d = tl.arange(0, DP)
+    p_out = out_ptr + o_m.to(tl.int64)[:, None] * out_stride_t + o_d[None, :]
+    tl.store(p_out, acc.to(out_ptr.dtype.element_ty), mask=(o_m < T)[:, None] & (o_d < D)[None, :])
+
+
+@triton.jit
+def _attend(
+    acc, row_sum, row_max, b_q, k_ptr, v_ptr, lo, hi, o_m, T, scale, k_stride, v_stride,
+    D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Take the online softmax over key blocks in [lo, hi), in powers of two."""
+    for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
+        o_k = k0 + tl.arange(0, BK)
+        b_k = load_rows(k_ptr, k0, k_stride, T, BK, D, DP, EVEN)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+        if MASK:
+            b_s = tl.where(o_m[:, None] >= o_k[None, :], b_s, float("-inf"))
+        new_max = tl.maximum(row_max, tl.max(b_s, 1))
+        b_p = tl.exp2(b_s - new_max[:, None])
+        correction = tl.exp2(row_max - new_max)
+        row_sum = row_sum * correction + tl.sum(b_p, 1)
+        acc = acc * correction[:, None]
+        b_v = load_rows(v_ptr, k0, v_stride, T, BK, D, DP, EVEN)
+        acc = add_product(acc, b_p, b_v, PRECISION)
+        row_max = new_max
+    return acc, row_sum, row_max
+
+
+# --- backward
+
+
+@triton.jit
+def delta_kernel(
+    out_ptr, grad_ptr, delta_ptr, live_ptr, L, T,
+    out_stride_b, out_stride_h, out_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
+):  # fmt: skip
+    """Sum the rows of output times its gradient, for live heads."""
+    m0 = tl.program_id(1) * BM
+    o_m = m0 + tl.arange(0, BM)
+    i_b = (tl.program_id(0) // L).to(tl.int64)
+    i_h = tl.load(live_ptr + tl.program_id(0) % L).to(tl.int64)
+    b_out = load_rows(out_ptr + i_b * out_stride_b + i_h * out_stride_h, m0, out_stride_t, T, BM, D, DP, False)
+    b_grad = load_rows(grad_ptr + i_b * grad_stride_b + i_h * grad_stride_h, m0, grad_stride_t, T, BM, D, DP, False)
+    b_delta = tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), 1)
+    tl.store(delta_ptr + tl.program_id(0).to(tl.int64) * T + o_m, b_delta, mask=o_m < T)
+
+
+@triton.jit
+def key_block_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
+    state_ptr, query_ptr, key_ptr, pattern_ptr, group_start_ptr, group_heads_ptr,
+    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, num_value_heads, L, T, scale,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
+    v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
+    dk_stride_b, dk_stride_h, dk_stride_t, dv_stride_b, dv_stride_h, dv_stride_t,
+    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
+    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, GROUPED: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute dV of all heads and dK of live ones, in a fixed order, of one (batch element, value head, key block)."""
+    i_b = (tl.program_id(0) // num_value_heads).to(tl.int64)
+    i_g = tl.program_id(0) % num_value_heads
+    k0 = tl.program_id(1) * BK
+    p_v = v_ptr + i_b * v_stride_b + i_g.to(tl.int64) * v_stride_h
+    b_dv = tl.zeros((BK, DP), dtype=tl.float32)
+    b_dk = tl.zeros((BK, DP), dtype=tl.float32)
+    # Every live head of a value head reads one key head; none: minus one, of the type of k0, as the loop carries it on.
+    # Triton 3.7 makes a tensor of a plain -1 too.
+    key_slot = k0 * 0 - 1
+    if GROUPED:
+        lo = tl.load(group_start_ptr + i_g)
+        hi = tl.load(group_start_ptr + i_g + 1)
+        for entry in range(lo, hi):
+            b_dk, b_dv, key_slot = _add_head(
+                b_dk, b_dv, key_slot, tl.load(group_heads_ptr + entry), i_b, k0, p_v,
+                q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
+                alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+                q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
+                grad_stride_b, grad_stride_h, grad_stride_t,
+                pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+                D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    else:
+        # Without a loop over heads the compiler keeps no address of one kind of head alive through another's loop.
+        b_dk, b_dv, key_slot = _add_head(
+            b_dk, b_dv, key_slot, tl.load(group_heads_ptr + i_g), i_b, k0, p_v,
+            q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
+            alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+            q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
+            grad_stride_b, grad_stride_h, grad_stride_t,
+            pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+            D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
+        )  # fmt: skip
+
+    _store_rows(dv_ptr + i_b * dv_stride_b + i_g.to(tl.int64) * dv_stride_h, b_dv, k0, dv_stride_t, T, D, DP, BK)
+    if HAS_LIVE:  # noqa: SIM102
+        if key_slot >= 0:
+            p_dk = dk_ptr + i_b * dk_stride_b + key_slot.to(tl.int64) * dk_stride_h
+            _store_rows(p_dk, b_dk * scale, k0, dk_stride_t, T, D, DP, BK)
+
+
+@triton.jit
+def _add_head(
+    b_dk, b_dv, key_slot, i_h, i_b, k0, p_v,
+    q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
+    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
+    grad_stride_b, grad_stride_h, grad_stride_t,
+    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
+    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add one head's part to dV and dK of a key block; return the key slot too if the head is live."""
+    state = tl.load(state_ptr + i_h)
+    slot = tl.load(pattern_ptr + i_h).to(tl.int64)
+    p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
+    if HAS_LIVE:  # noqa: SIM102
+        if state == 0:
+            i_q = tl.load(query_ptr + i_h).to(tl.int64)
+            key_slot = tl.load(key_ptr + i_h)
+            rows = (i_b * L + i_q) * T
+            b_dk, b_dv = _live_keys(
+                b_dk, b_dv, k_ptr + i_b * k_stride_b + key_slot.to(tl.int64) * k_stride_h, p_v,
+                q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_grad, lse_ptr + rows, delta_ptr + rows,
+                k0, T, scale * LOG2E, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
+                D, DP, BM, BK, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    if HAS_COMPACT:  # noqa: SIM102
+        if state == 1:
+            start = slot * pattern_stride
+            b_dv = _compact_keys(
+                b_dv, p_grad, alpha_ptr + start, band_ptr + slot * band_stride, log_z_ptr + start, k0, T,
+                grad_stride_t, band_shift_stride, D, DP, BM, BK, PAD, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    if HAS_DENSE:  # noqa: SIM102
+        if state == 2:
+            b_dv = _dense_keys(
+                b_dv, p_grad, dense_ptr + slot * dense_stride, k0, T, grad_stride_t, dense_row_stride,
+                D, DP, BM, BK, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    return b_dk, b_dv, key_slot
+
+
+@triton.jit
+def _live_keys(
+    b_dk, b_dv, p_k, p_v, p_q, p_grad, p_lse, p_delta, k0, T, scale2,
+    q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add a live head's part to dV and (unscaled) dK of one key block."""
+    o_k = k0 + tl.arange(0, BK)
+    b_k = load_rows(p_k, k0, k_stride_t, T, BK, D, DP, EVEN)
+    b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
+    # Query blocks wholly after the key block need no mask.
+    middle = tl.minimum(tl.cdiv(k0 + BK, BM) * BM, T)
+    for m0 in tl.range((k0 // BM) * BM, middle, BM, num_stages=STAGES):
+        b_dk, b_dv = _live_step(
+            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_k, T, scale2, q_stride_t, grad_stride_t,
+            D, DP, BM, True, EVEN, PRECISION,
+        )  # fmt: skip
+    for m0 in tl.range(middle, T, BM, num_stages=STAGES):
+        b_dk, b_dv = _live_step(
+            b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_k, T, scale2, q_stride_t, grad_stride_t,
+            D, DP, BM, False, EVEN, PRECISION,
+        )  # fmt: skip
+    return b_dk, b_dv
+
+
+@triton.jit
+def _live_step(
+    b_dk, b_dv, b_k, b_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, m0, o_k, T, scale2, q_stride, grad_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Add one query block's part to dV and (unscaled) dK of a live head."""
+    o_m = m0 + tl.arange(0, BM)
+    b_q = load_rows(q_ptr, m0, q_stride, T, BM, D, DP, EVEN)
+    b_grad = load_rows(grad_ptr, m0, grad_stride, T, BM, D, DP, EVEN)
+    # Rows beyond T: +inf makes their weights zero.
+    b_lse = tl.load(lse_ptr + o_m, mask=o_m < T, other=float("inf"))
+    b_delta = tl.load(delta_ptr + o_m, mask=o_m < T, other=0.0)
+    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    b_p = tl.exp2(b_s * scale2 - (b_lse * LOG2E)[None, :])
+    if MASK:
+        b_p = tl.where(o_m[None, :] >= o_k[:, None], b_p, 0.0)
+    b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
+    b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION)
+    b_ds = b_p * (b_dp - b_delta[None, :])
+    b_dk = add_product(b_dk, b_ds, b_q, PRECISION)
+    return b_dk, b_dv
+
+
+@triton.jit
+def _compact_keys(
+    b_dv, p_grad, p_alpha, p_band, p_log_z, k0, T, grad_stride_t, band_shift_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add a compact head's part, P^T dO, to dV of one key block."""
+    o_k = k0 + tl.arange(0, BK)
+    key = tl.arange(0, BK)[:, None]
+    query = tl.arange(0, BM)[None, :]
+    b_alpha = tl.load(p_alpha + o_k, mask=o_k < T, other=float("-inf"))
+    for m0 in tl.range((k0 // BM) * BM, T, BM, num_stages=STAGES):
+        o_m = m0 + tl.arange(0, BM)
+        b_rho = band_tile(p_band, band_shift_stride, query, key, PAD + m0 - k0)
+        # Rows beyond T: +inf makes their weights zero; unnormalised ones may be infinite, and their gradients are zero.
+        b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=float("inf"))
+        b_p = tl.exp2((b_rho - b_z[None, :]) + b_alpha[:, None])
+        b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
+        b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
+    return b_dv
+
+
+@triton.jit
+def _dense_keys(
+    b_dv, p_grad, p_dense, k0, T, grad_stride_t, dense_row_stride,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Add a dense head's part, P^T dO, to dV of one key block."""
+    o_k = k0 + tl.arange(0, BK)
+    for m0 in tl.range((k0 // BM) * BM, T, BM, num_stages=STAGES):
+        o_m = m0 + tl.arange(0, BM)
+        causal = (o_m < T)[None, :] & (o_m[None, :] >= o_k[:, None])
+        p_p = p_dense + o_m.to(tl.int64)[None, :] * dense_row_stride + o_k[:, None]
+        b_p = tl.load(p_p, mask=causal, other=0.0)
+        b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
+        b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
+    return b_dv
+
+
+@triton.jit
+def query_block_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, live_ptr, key_ptr, value_ptr, L, T, scale,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
+    v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
+    dq_stride_b, dq_stride_h, dq_stride_t,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute dQ of one (batch element, live head, query block)."""
+    m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
+    i_b = (tl.program_id(0) // L).to(tl.int64)
+    i_q = tl.program_id(0) % L
+    i_h = tl.load(live_ptr + i_q)
+    i_q = i_q.to(tl.int64)
+    o_m = m0 + tl.arange(0, BM)
+    scale2 = scale * LOG2E
+    p_k = k_ptr + i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
+    p_v = v_ptr + i_b * v_stride_b + tl.load(value_ptr + i_h).to(tl.int64) * v_stride_h
+    b_q = load_rows(q_ptr + i_b * q_stride_b + i_q * q_stride_h, m0, q_stride_t, T, BM, D, DP, EVEN)
+    p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
+    b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
+    row = (i_b * L + i_q) * T + o_m
+    b_lse = tl.load(lse_ptr + row, mask=o_m < T, other=float("inf")) * LOG2E
+    b_delta = tl.load(delta_ptr + row, mask=o_m < T, other=0.0)
+    b_dq = tl.zeros((BM, DP), dtype=tl.float32)
+    for k0 in tl.range(0, tl.minimum(m0 + BM, T), BK, num_stages=STAGES):
+        o_k = k0 + tl.arange(0, BK)
+        b_k = load_rows(p_k, k0, k_stride_t, T, BK, D, DP, EVEN)
+        b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_p = tl.exp2(b_s * scale2 - b_lse[:, None])
+        b_p = tl.where(o_m[:, None] >= o_k[None, :], b_p, 0.0)
+        b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
+        b_ds = b_p * (b_dp - b_delta[:, None])
+        b_dq = add_product(b_dq, b_ds, b_k, PRECISION)
+    _store_rows(dq_ptr + i_b * dq_stride_b + i_q * dq_stride_h, b_dq * scale, m0, dq_stride_t, T, D, DP, BM)
+
+
+# --- memory
+
+
+@triton.jit
+def load_rows(
+    pointer, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Load rows from a start of a [T, D] matrix as [ROWS, DP], zero outside."""
+    o_r = tl.arange(0, ROWS)
+    o_d = tl.arange(0, DP)
+    p = pointer + tl.cast(start, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
+    if EVEN and D == DP:
+        return tl.load(p)
+    if D == DP:
+        return tl.load(p, mask=(start + o_r < T)[:, None], other=0.0)
+    return tl.load(p, mask=(start + o_r < T)[:, None] & (o_d < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _store_rows(pointer, value, start, stride, T, D: tl.constexpr, DP: tl.constexpr, ROWS: tl.constexpr):
+    """Store [ROWS, DP] as rows of a [T, D] matrix from a start."""
+    row = start + tl.arange(0, ROWS)
+    o_d = tl.arange(0, DP)
+    mask = (row < T)[:, None] & (o_d < D)[None, :]
+    p = pointer + row.to(tl.int64)[:, None] * stride + o_d[None, :]
+    tl.store(p, value.to(pointer.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def band_tile(band_ptr, shift_stride, query, key, start):
+    """Load rho at distances start + query - key as aligned vectors over queries; -inf at future keys."""
+    return tl.load(band_ptr + start + (key % 4) * shift_stride + (query - (key // 4) * 4))

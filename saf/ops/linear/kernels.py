@@ -1,4 +1,4 @@
-"""Triton kernels of the linear product, Eq. (S.32), and of its recurrent state; launches behind each group of them.
+"""The linear product, Eq. (S.32), and its recurrent state in Triton: launches, their kernels, then device functions.
 
 Positions are cut into chunks of C rows. With u = before * x and N = REACH tiles of g, chunk c of the output is
 
@@ -30,268 +30,6 @@ from saf.ops.linear.op import CHUNK, LinearTables
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
 
-# --- the state
-
-
-@triton.jit
-def load_factor(p_turns, o_p, P: tl.constexpr):
-    """Load M for one chunk, or for the power of two that `p_turns` points at: real and imaginary part, [P, 1]."""
-    return tl.load(p_turns + o_p)[:, None], tl.load(p_turns + P + o_p)[:, None]
-
-
-@triton.jit
-def turned(b_re, b_im, t_re, t_im):
-    """Return M h, the complex product (t_re + i t_im)(b_re + i b_im)."""
-    return t_re * b_re - t_im * b_im, t_im * b_re + t_re * b_im
-
-
-@triton.jit
-def _factor_over(p_turns, o_p, chunks, P: tl.constexpr, POWERS: tl.constexpr):
-    """Return M^chunks, [P, 1], for chunks < 2^POWERS: the product of M^1, M^2, M^4, ... over its binary digits."""
-    t_re, t_im = tl.full((P, 1), 1.0, tl.float32), tl.zeros((P, 1), tl.float32)
-    for power in tl.range(0, POWERS):
-        if (chunks >> power) & 1:
-            f_re, f_im = load_factor(p_turns + power * 2 * P, o_p, P)
-            t_re, t_im = turned(t_re, t_im, f_re, f_im)
-    return t_re, t_im
-
-
-@triton.jit
-def _load_write(write_ptr, i_h, o_p, o_t, P: tl.constexpr, C: tl.constexpr):
-    """Load W of a head: real and imaginary part, [P, C]."""
-    p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
-    return tl.load(p_write), tl.load(p_write + P * C)
-
-
-@triton.jit
-def _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_u, PRECISION: tl.constexpr):
-    """Return M h + W u."""
-    b_re, b_im = turned(b_re, b_im, t_re, t_im)
-    return add_product(b_re, w_re, b_u, PRECISION), add_product(b_im, w_im, b_u, PRECISION)
-
-
-@triton.jit
-def _load_state(p_state, mask, stride):
-    """Load a state [P, BN] twice, its imaginary part `stride` behind the real one; zeros outside of the mask."""
-    return tl.load(p_state, mask=mask, other=0.0), tl.load(p_state + stride, mask=mask, other=0.0)
-
-
-@triton.jit
-def _store_state(p_state, b_re, b_im, mask, stride):
-    tl.store(p_state, b_re, mask=mask)
-    tl.store(p_state + stride, b_im, mask=mask)
-
-
-# --- rows of chunks
-
-
-@triton.jit
-def load_padding(pad_ptr, o_n, m_n, D: tl.constexpr, PADDED: tl.constexpr):
-    """Load the first real position of each column's sequence, [BN]; zeros without padding."""
-    pad = o_n * 0
-    if PADDED:
-        pad = tl.load(pad_ptr + o_n // D, mask=m_n, other=0).to(tl.int32)
-    return pad
-
-
-@triton.jit
-def find_columns(
-    x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
-    D: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
-):  # fmt: skip
-    """Return a block's columns [BN], their mask, their offsets in x, its head's x and `before`, and their padding.
-
-    Column n is channel n mod D of sequence n div D.
-    """
-    o_n = i_n * BN + tl.arange(0, BN)
-    m_n = o_n < N
-    o_x = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
-    p_x, p_before = x_ptr + i_h * x_stride_h, before_ptr + i_h * before_stride_h
-    return o_n, m_n, o_x, p_x, p_before, load_padding(pad_ptr, o_n, m_n, D, PADDED)
-
-
-@triton.jit
-def _find_rows(p, chunk, T, stride_t, EARLIER: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr):
-    """Return a chunk's rows [C], which of them exist, and pointers to them [C, 1]; EARLIER: `chunk` may be negative."""
-    o_t = tl.arange(0, C)
-    time = chunk * C + o_t
-    inside = (time >= 0) & (time < T) if EARLIER else time < T
-    if REVERSE:
-        row = T - 1 - time
-        p_rows = p + (T - 1 - chunk * C).to(tl.int64) * stride_t - o_t[:, None] * stride_t
-    else:
-        row = time
-        p_rows = p + (chunk * C).to(tl.int64) * stride_t + o_t[:, None] * stride_t
-    return row, inside, p_rows
-
-
-@triton.jit
-def _scales(p_scale, row, inside, pad, PADDED: tl.constexpr):
-    """Load the scaling of rows, [C, 1]; with padding [C, BN], counted from each sequence's first real position."""
-    if PADDED:
-        own = row[:, None] - pad[None, :]
-        b_scale = tl.load(p_scale + own, mask=inside[:, None] & (own >= 0), other=0.0)
-    else:
-        b_scale = tl.load(p_scale + row, mask=inside, other=0.0)[:, None]
-    return b_scale
-
-
-@triton.jit
-def load_chunk(
-    p_x, p_before, pad, chunk, T, o_x, x_stride_t, m_n,
-    C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
-):  # fmt: skip
-    """Load u = before * x of a chunk, [C, BN], rounded to the dtype of x; zeros outside of the sequence."""
-    row, inside, p_rows = _find_rows(p_x, chunk, T, x_stride_t, True, C, REVERSE)
-    mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
-    b_x = tl.load(p_rows + o_x[None, :], mask=mask, other=0.0)
-    return (b_x.to(tl.float32) * _scales(p_before, row, inside, pad, PADDED)).to(b_x.dtype)
-
-
-@triton.jit
-def _store_chunk(
-    p_out, p_after, pad, chunk, T, o_out, out_stride_t, m_n, b_o,
-    C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
-):  # fmt: skip
-    """Store after * b_o, [C, BN]."""
-    row, inside, p_rows = _find_rows(p_out, chunk, T, out_stride_t, False, C, REVERSE)
-    mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
-    b_o *= _scales(p_after, row, inside, pad, PADDED)
-    tl.store(p_rows + o_out[None, :], b_o.to(p_out.dtype.element_ty), mask=mask)
-
-
-# --- the product
-
-
-@triton.jit(do_not_specialize=["T", "stretch", "back"])
-def states_kernel(
-    x_ptr, before_ptr, pad_ptr, write_ptr, turns_ptr, states_ptr, T, N, stretch, back,
-    x_stride_b, x_stride_h, x_stride_t, before_stride_h,
-    D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, POWERS: tl.constexpr, REVERSE: tl.constexpr,
-    PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Write what each stretch adds to the state, `states [F, stretches, 2, P, N]`: h from zero on.
-
-    Stretches begin and end `back` chunks earlier than those of `mix_kernel`, whose tiles read the chunks between.
-    """
-    i_s, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    o_p, o_t = tl.arange(0, P), tl.arange(0, C)
-    o_n, m_n, o_x, p_x, p_before, pad = find_columns(
-        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h, D, BN, PADDED
-    )
-    w_re, w_im = _load_write(write_ptr, i_h, o_p, o_t, P, C)
-    t_re, t_im = load_factor(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
-    b_re, b_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
-    for step in tl.range(0, stretch, num_stages=STAGES):
-        chunk = i_s * stretch + step - back
-        b_u = load_chunk(p_x, p_before, pad, chunk, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
-        b_re, b_im = _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_u, PRECISION)
-    place = i_h * tl.num_programs(0) + i_s
-    p_state = states_ptr + place * 2 * P * N + o_p[:, None] * N + o_n[None, :]
-    _store_state(p_state, b_re, b_im, m_n[None, :], P * N)
-
-
-@triton.jit
-def _find_stretch(p_state, i_s, stretches, m_n, N, P: tl.constexpr):
-    """Return where a stretch's state lies, and a mask that is false beyond the last stretch."""
-    return p_state + i_s * 2 * P * N, m_n & (i_s < stretches)
-
-
-@triton.jit
-def _add_earlier(h_re, h_im, t_re, t_im, b_re, b_im):
-    """Return b + M^stretch h: the state at the end of a stretch that adds b to the state h before it."""
-    h_re, h_im = turned(h_re, h_im, t_re, t_im)
-    return b_re + h_re, b_im + h_im
-
-
-@triton.jit(do_not_specialize=["stretches", "stretch"])
-def scan_kernel(states_ptr, turns_ptr, N, stretches, stretch, P: tl.constexpr, BN: tl.constexpr, POWERS: tl.constexpr):
-    """Turn what each stretch adds into the state at its end, in place: one program a head and block of columns.
-
-    Four stretches at a time: a load may not pass the store before it, and would wait for it each time.
-    """
-    i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    o_p = tl.arange(0, P)
-    o_n = i_n * BN + tl.arange(0, BN)
-    m_n = (o_n < N)[None, :]
-    p_state = states_ptr + i_h * stretches * 2 * P * N + o_p[:, None] * N + o_n[None, :]
-    t_re, t_im = _factor_over(turns_ptr + i_h * POWERS * 2 * P, o_p, stretch, P, POWERS)
-    h_re, h_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
-    for i_s in range(0, stretches, 4):
-        p_0, m_0 = _find_stretch(p_state, i_s, stretches, m_n, N, P)
-        p_1, m_1 = _find_stretch(p_state, i_s + 1, stretches, m_n, N, P)
-        p_2, m_2 = _find_stretch(p_state, i_s + 2, stretches, m_n, N, P)
-        p_3, m_3 = _find_stretch(p_state, i_s + 3, stretches, m_n, N, P)
-        b0_re, b0_im = _load_state(p_0, m_0, P * N)
-        b1_re, b1_im = _load_state(p_1, m_1, P * N)
-        b2_re, b2_im = _load_state(p_2, m_2, P * N)
-        b3_re, b3_im = _load_state(p_3, m_3, P * N)
-        b0_re, b0_im = _add_earlier(h_re, h_im, t_re, t_im, b0_re, b0_im)
-        b1_re, b1_im = _add_earlier(b0_re, b0_im, t_re, t_im, b1_re, b1_im)
-        b2_re, b2_im = _add_earlier(b1_re, b1_im, t_re, t_im, b2_re, b2_im)
-        h_re, h_im = _add_earlier(b2_re, b2_im, t_re, t_im, b3_re, b3_im)
-        _store_state(p_0, b0_re, b0_im, m_0, P * N)
-        _store_state(p_1, b1_re, b1_im, m_1, P * N)
-        _store_state(p_2, b2_re, b2_im, m_2, P * N)
-        _store_state(p_3, h_re, h_im, m_3, P * N)
-
-
-@triton.jit(do_not_specialize=["T", "stretch"])
-def mix_kernel(
-    x_ptr, before_ptr, pad_ptr, after_ptr, near_ptr, write_ptr, read_ptr, turns_ptr, states_ptr, out_ptr,
-    T, N, stretch, x_stride_b, x_stride_h, x_stride_t, out_stride_b, out_stride_h, out_stride_t,
-    before_stride_h, after_stride_h,
-    D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
-    POWERS: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Compute the rows of one stretch, y_c = after (G_0 u_c + G_1 u_{c-1} + G_2 u_{c-2} + L h_c), chunk by chunk.
-
-    Tiles, W, L and M stay in registers; u_{c-1} and u_{c-2} are those of the steps before.
-    """
-    i_s, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
-    o_p, o_t = tl.arange(0, P), tl.arange(0, C)
-    o_n, m_n, o_x, p_x, p_before, pad = find_columns(
-        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h, D, BN, PADDED
-    )
-    o_out = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
-    p_out, p_after = out_ptr + i_h * out_stride_h, after_ptr + i_h * after_stride_h
-    p_state = states_ptr + i_h * (tl.num_programs(0) - 1) * 2 * P * N + o_p[:, None] * N + o_n[None, :]
-    p_state += (i_s - 1) * 2 * P * N
-    b_re, b_im = _load_state(p_state, m_n[None, :] & (i_s > 0), P * N)
-
-    p_tile = near_ptr + i_h * REACH * C * C + o_t[:, None] * C + o_t[None, :]
-    b_g0 = tl.load(p_tile)
-    b_g1 = tl.load(p_tile + (REACH > 1) * C * C)
-    b_g2 = tl.load(p_tile + (REACH > 2) * 2 * C * C)
-    w_re, w_im = _load_write(write_ptr, i_h, o_p, o_t, P, C)
-    p_read = read_ptr + i_h * 2 * P * C + o_t[:, None] * 2 * P + o_p[None, :]
-    l_re, l_im = tl.load(p_read), tl.load(p_read + P)
-    t_re, t_im = load_factor(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
-
-    begin = i_s * stretch
-    b_u1 = load_chunk(p_x, p_before, pad, begin - 1, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
-    b_u2 = b_u1
-    if REACH > 2:
-        b_u2 = load_chunk(p_x, p_before, pad, begin - 2, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
-    for step in tl.range(0, stretch, num_stages=STAGES):
-        b_u0 = load_chunk(p_x, p_before, pad, begin + step, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
-        b_o = add_product(tl.zeros((C, BN), tl.float32), b_g0, b_u0, PRECISION)
-        if REACH > 1:
-            b_o = add_product(b_o, b_g1, b_u1, PRECISION)
-        if REACH > 2:
-            b_o = add_product(b_o, b_g2, b_u2, PRECISION)
-        # L h = Re L Re h - Im L Im h; the table holds -Im L.
-        b_o = add_product(b_o, l_re, b_re.to(l_re.dtype), PRECISION)
-        b_o = add_product(b_o, l_im, b_im.to(l_im.dtype), PRECISION)
-        _store_chunk(p_out, p_after, pad, begin + step, T, o_out, out_stride_t, m_n, b_o, C, REVERSE, PADDED, EVEN_N)
-        # u_{c+1-N}, which the next chunk's tiles no longer reach.
-        b_last = b_u2 if REACH > 2 else (b_u1 if REACH > 1 else b_u0)
-        b_re, b_im = _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_last, PRECISION)
-        b_u2 = b_u1
-        b_u1 = b_u0
-
-
 WAVE = 396
 """Programs that run at once: three on each of the 132 multiprocessors of an H100 or H200. Programs beyond
 them wait for a second wave, and fewer leave room unused (4K x 8, 6 heads: 768 programs 68 us, 384 52 us, 192 68 us)."""
@@ -316,7 +54,7 @@ class LinearConfig(NamedTuple):
 
 
 def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype) -> LinearConfig:
-    """Return the written rule: as many programs as run at once, or as little more as there are heads and columns."""
+    """Return the written rule: as many programs as run at once, more only where heads and columns alone are more."""
     exact = dtype == torch.float32  # sums in registers, without matrix units
     block = min(16 if exact else 64, max(16, 1 << (columns - 1).bit_length()))
     stretch = _stretch(cdiv(length, CHUNK), heads * cdiv(columns, block))
@@ -396,10 +134,190 @@ def _scan(states: Tensor, turns: Tensor, stretches: int, stretch: int) -> None:
     )  # fmt: skip
 
 
+@triton.jit(do_not_specialize=["T", "stretch", "back"])
+def states_kernel(
+    x_ptr, before_ptr, pad_ptr, write_ptr, turns_ptr, states_ptr, T, N, stretch, back,
+    x_stride_b, x_stride_h, x_stride_t, before_stride_h,
+    D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, POWERS: tl.constexpr, REVERSE: tl.constexpr,
+    PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Write what each stretch adds to the state, `states [F, stretches, 2, P, N]`: h from zero on.
+
+    Stretches begin and end `back` chunks earlier than those of `mix_kernel`, whose tiles read the chunks between.
+    """
+    i_s, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    o_p, o_t = tl.arange(0, P), tl.arange(0, C)
+    o_n, m_n, o_x, p_x, p_before, pad = find_columns(
+        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h, D, BN, PADDED
+    )
+    w_re, w_im = _load_write(write_ptr, i_h, o_p, o_t, P, C)
+    t_re, t_im = load_factor(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
+    b_re, b_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
+    for step in tl.range(0, stretch, num_stages=STAGES):
+        chunk = i_s * stretch + step - back
+        b_u = load_chunk(p_x, p_before, pad, chunk, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+        b_re, b_im = _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_u, PRECISION)
+    place = i_h * tl.num_programs(0) + i_s
+    p_state = states_ptr + place * 2 * P * N + o_p[:, None] * N + o_n[None, :]
+    _store_state(p_state, b_re, b_im, m_n[None, :], P * N)
+
+
+@triton.jit(do_not_specialize=["stretches", "stretch"])
+def scan_kernel(states_ptr, turns_ptr, N, stretches, stretch, P: tl.constexpr, BN: tl.constexpr, POWERS: tl.constexpr):
+    """Turn what each stretch adds into the state at its end, in place: one program a head and block of columns.
+
+    Four stretches at a time: a load may not pass the store before it, and would wait for it each time.
+    """
+    i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    o_p = tl.arange(0, P)
+    o_n = i_n * BN + tl.arange(0, BN)
+    m_n = (o_n < N)[None, :]
+    p_state = states_ptr + i_h * stretches * 2 * P * N + o_p[:, None] * N + o_n[None, :]
+    t_re, t_im = _factor_over(turns_ptr + i_h * POWERS * 2 * P, o_p, stretch, P, POWERS)
+    h_re, h_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
+    for i_s in range(0, stretches, 4):
+        p_0, m_0 = _find_stretch(p_state, i_s, stretches, m_n, N, P)
+        p_1, m_1 = _find_stretch(p_state, i_s + 1, stretches, m_n, N, P)
+        p_2, m_2 = _find_stretch(p_state, i_s + 2, stretches, m_n, N, P)
+        p_3, m_3 = _find_stretch(p_state, i_s + 3, stretches, m_n, N, P)
+        b0_re, b0_im = _load_state(p_0, m_0, P * N)
+        b1_re, b1_im = _load_state(p_1, m_1, P * N)
+        b2_re, b2_im = _load_state(p_2, m_2, P * N)
+        b3_re, b3_im = _load_state(p_3, m_3, P * N)
+        b0_re, b0_im = _add_earlier(h_re, h_im, t_re, t_im, b0_re, b0_im)
+        b1_re, b1_im = _add_earlier(b0_re, b0_im, t_re, t_im, b1_re, b1_im)
+        b2_re, b2_im = _add_earlier(b1_re, b1_im, t_re, t_im, b2_re, b2_im)
+        h_re, h_im = _add_earlier(b2_re, b2_im, t_re, t_im, b3_re, b3_im)
+        _store_state(p_0, b0_re, b0_im, m_0, P * N)
+        _store_state(p_1, b1_re, b1_im, m_1, P * N)
+        _store_state(p_2, b2_re, b2_im, m_2, P * N)
+        _store_state(p_3, h_re, h_im, m_3, P * N)
+
+
+@triton.jit
+def _find_stretch(p_state, i_s, stretches, m_n, N, P: tl.constexpr):
+    """Return where a stretch's state lies, and a mask that is false beyond the last stretch."""
+    return p_state + i_s * 2 * P * N, m_n & (i_s < stretches)
+
+
+@triton.jit
+def _add_earlier(h_re, h_im, t_re, t_im, b_re, b_im):
+    """Return b + M^stretch h: the state at the end of a stretch that adds b to the state h before it."""
+    h_re, h_im = turned(h_re, h_im, t_re, t_im)
+    return b_re + h_re, b_im + h_im
+
+
+@triton.jit(do_not_specialize=["T", "stretch"])
+def mix_kernel(
+    x_ptr, before_ptr, pad_ptr, after_ptr, near_ptr, write_ptr, read_ptr, turns_ptr, states_ptr, out_ptr,
+    T, N, stretch, x_stride_b, x_stride_h, x_stride_t, out_stride_b, out_stride_h, out_stride_t,
+    before_stride_h, after_stride_h,
+    D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, REACH: tl.constexpr,
+    POWERS: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Compute the rows of one stretch, y_c = after (G_0 u_c + G_1 u_{c-1} + G_2 u_{c-2} + L h_c), chunk by chunk.
+
+    Tiles, W, L and M stay in registers; u_{c-1} and u_{c-2} are those of the steps before.
+    """
+    i_s, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    o_p, o_t = tl.arange(0, P), tl.arange(0, C)
+    o_n, m_n, o_x, p_x, p_before, pad = find_columns(
+        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h, D, BN, PADDED
+    )
+    o_out = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
+    p_out, p_after = out_ptr + i_h * out_stride_h, after_ptr + i_h * after_stride_h
+    p_state = states_ptr + i_h * (tl.num_programs(0) - 1) * 2 * P * N + o_p[:, None] * N + o_n[None, :]
+    p_state += (i_s - 1) * 2 * P * N
+    b_re, b_im = _load_state(p_state, m_n[None, :] & (i_s > 0), P * N)
+
+    p_tile = near_ptr + i_h * REACH * C * C + o_t[:, None] * C + o_t[None, :]
+    b_g0 = tl.load(p_tile)
+    b_g1 = tl.load(p_tile + (REACH > 1) * C * C)
+    b_g2 = tl.load(p_tile + (REACH > 2) * 2 * C * C)
+    w_re, w_im = _load_write(write_ptr, i_h, o_p, o_t, P, C)
+    p_read = read_ptr + i_h * 2 * P * C + o_t[:, None] * 2 * P + o_p[None, :]
+    l_re, l_im = tl.load(p_read), tl.load(p_read + P)
+    t_re, t_im = load_factor(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
+
+    begin = i_s * stretch
+    b_u1 = load_chunk(p_x, p_before, pad, begin - 1, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+    b_u2 = b_u1
+    if REACH > 2:
+        b_u2 = load_chunk(p_x, p_before, pad, begin - 2, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+    for step in tl.range(0, stretch, num_stages=STAGES):
+        b_u0 = load_chunk(p_x, p_before, pad, begin + step, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+        b_o = add_product(tl.zeros((C, BN), tl.float32), b_g0, b_u0, PRECISION)
+        if REACH > 1:
+            b_o = add_product(b_o, b_g1, b_u1, PRECISION)
+        if REACH > 2:
+            b_o = add_product(b_o, b_g2, b_u2, PRECISION)
+        # L h = Re L Re h - Im L Im h; the table holds -Im L.
+        b_o = add_product(b_o, l_re, b_re.to(l_re.dtype), PRECISION)
+        b_o = add_product(b_o, l_im, b_im.to(l_im.dtype), PRECISION)
+        _store_chunk(p_out, p_after, pad, begin + step, T, o_out, out_stride_t, m_n, b_o, C, REVERSE, PADDED, EVEN_N)
+        # u_{c+1-N}, which the next chunk's tiles no longer reach.
+        b_last = b_u2 if REACH > 2 else (b_u1 if REACH > 1 else b_u0)
+        b_re, b_im = _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_last, PRECISION)
+        b_u2 = b_u1
+        b_u1 = b_u0
+
+
 # --- the state of decoding: chunk c of u at c mod N + 1 of the ring, h_c at c mod 2 of the sums
 
 STEP_COLUMNS = 32
 """Columns of a program: a step of one sequence has few, and should fill many multiprocessors."""
+
+
+def fill(
+    x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor,
+    sums: Tensor, *, precision: str,
+) -> None:  # fmt: skip
+    """Fill `ring [B, F, N + 1, C, D]` and `sums [B, F, 2, 2P, D]`, contiguous, after values `x [B, F, T, D]`."""
+    batch, heads, length, dim = x.shape
+    reach, rows, poles, powers = _sizes(tables)
+    columns = batch * dim
+    constants = {
+        "D": dim, "C": rows, "P": poles, "BN": STEP_COLUMNS, "POWERS": powers,
+        "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0, "PRECISION": precision, "num_warps": 4,
+    }  # fmt: skip
+    pad = before if left_pad is None else left_pad  # never read then
+    blocks = cdiv(columns, STEP_COLUMNS)
+    chunks = max(0, (length - 1) // rows - reach)  # those in h_{c-1}
+    stretch = _stretch(chunks, heads * blocks)
+    stretches = cdiv(chunks, stretch)
+    states = before.new_empty(heads, max(1, stretches), 2, poles, columns)
+    operands = x, before, pad, tables.write, tables.turns, states
+    if stretches:
+        launch(
+            states_kernel, (stretches, heads, blocks), *operands, length, columns, stretch,
+            stretches * stretch - chunks, *strides(x), before.stride(0), **constants,
+            REVERSE=False, STAGES=2, num_stages=2, device=x.device,
+        )  # fmt: skip
+    if stretches > 1:
+        _scan(states, tables.turns, stretches, stretch)
+    launch(
+        fill_kernel, (heads, blocks), *operands, ring, sums, length, columns, stretches, *strides(x),
+        before.stride(0), **constants, REACH=reach, device=x.device,
+    )  # fmt: skip
+
+
+def step(
+    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None,
+    first: Tensor | int, ring: Tensor, sums: Tensor, out: Tensor, *, precision: str,
+) -> None:  # fmt: skip
+    """Write the rows of values `x [B, F, rows, D]`, which stand from position `first` on, into `out` and the state."""
+    batch, heads, rows, dim = x.shape
+    reach, chunk, poles, powers = _sizes(tables)
+    columns, on_device = batch * dim, isinstance(first, Tensor)
+    pad = before if left_pad is None else left_pad  # never read then
+    launch(
+        step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, pad, after, *tables,
+        first if on_device else before, ring, sums, out, rows, 0 if on_device else first, columns, *strides(x, out),
+        before.stride(0), after.stride(0),
+        D=dim, C=chunk, P=poles, BN=STEP_COLUMNS, REACH=reach, POWERS=powers, PADDED=left_pad is not None,
+        ON_DEVICE=on_device, PRECISION=precision, num_warps=4, device=x.device,
+    )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["T", "stretches"])
@@ -494,52 +412,131 @@ def step_kernel(
         tl.debug_barrier()
 
 
-def fill(
-    x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor,
-    sums: Tensor, *, precision: str,
-) -> None:  # fmt: skip
-    """Fill `ring [B, F, N + 1, C, D]` and `sums [B, F, 2, 2P, D]`, contiguous, after values `x [B, F, T, D]`."""
-    batch, heads, length, dim = x.shape
-    reach, rows, poles, powers = _sizes(tables)
-    columns = batch * dim
-    constants = {
-        "D": dim, "C": rows, "P": poles, "BN": STEP_COLUMNS, "POWERS": powers,
-        "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0, "PRECISION": precision, "num_warps": 4,
-    }  # fmt: skip
-    pad = before if left_pad is None else left_pad  # never read then
-    blocks = cdiv(columns, STEP_COLUMNS)
-    chunks = max(0, (length - 1) // rows - reach)  # those in h_{c-1}
-    stretch = _stretch(chunks, heads * blocks)
-    stretches = cdiv(chunks, stretch)
-    states = before.new_empty(heads, max(1, stretches), 2, poles, columns)
-    operands = x, before, pad, tables.write, tables.turns, states
-    if stretches:
-        launch(
-            states_kernel, (stretches, heads, blocks), *operands, length, columns, stretch,
-            stretches * stretch - chunks, *strides(x), before.stride(0), **constants,
-            REVERSE=False, STAGES=2, num_stages=2, device=x.device,
-        )  # fmt: skip
-    if stretches > 1:
-        _scan(states, tables.turns, stretches, stretch)
-    launch(
-        fill_kernel, (heads, blocks), *operands, ring, sums, length, columns, stretches, *strides(x),
-        before.stride(0), **constants, REACH=reach, device=x.device,
-    )  # fmt: skip
+# --- states, in device code
 
 
-def step(
-    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None,
-    first: Tensor | int, ring: Tensor, sums: Tensor, out: Tensor, *, precision: str,
-) -> None:  # fmt: skip
-    """Write the rows of values `x [B, F, rows, D]`, which stand from position `first` on, into `out` and the state."""
-    batch, heads, rows, dim = x.shape
-    reach, chunk, poles, powers = _sizes(tables)
-    columns, on_device = batch * dim, isinstance(first, Tensor)
-    pad = before if left_pad is None else left_pad  # never read then
-    launch(
-        step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, pad, after, *tables,
-        first if on_device else before, ring, sums, out, rows, 0 if on_device else first, columns, *strides(x, out),
-        before.stride(0), after.stride(0),
-        D=dim, C=chunk, P=poles, BN=STEP_COLUMNS, REACH=reach, POWERS=powers, PADDED=left_pad is not None,
-        ON_DEVICE=on_device, PRECISION=precision, num_warps=4, device=x.device,
-    )  # fmt: skip
+@triton.jit
+def load_factor(p_turns, o_p, P: tl.constexpr):
+    """Load M for one chunk, or for the power of two that `p_turns` points at: real and imaginary part, [P, 1]."""
+    return tl.load(p_turns + o_p)[:, None], tl.load(p_turns + P + o_p)[:, None]
+
+
+@triton.jit
+def turned(b_re, b_im, t_re, t_im):
+    """Return M h, the complex product (t_re + i t_im)(b_re + i b_im)."""
+    return t_re * b_re - t_im * b_im, t_im * b_re + t_re * b_im
+
+
+@triton.jit
+def _factor_over(p_turns, o_p, chunks, P: tl.constexpr, POWERS: tl.constexpr):
+    """Return M^chunks, [P, 1], for chunks < 2^POWERS: the product of M^1, M^2, M^4, ... over its binary digits."""
+    t_re, t_im = tl.full((P, 1), 1.0, tl.float32), tl.zeros((P, 1), tl.float32)
+    for power in tl.range(0, POWERS):
+        if (chunks >> power) & 1:
+            f_re, f_im = load_factor(p_turns + power * 2 * P, o_p, P)
+            t_re, t_im = turned(t_re, t_im, f_re, f_im)
+    return t_re, t_im
+
+
+@triton.jit
+def _load_write(write_ptr, i_h, o_p, o_t, P: tl.constexpr, C: tl.constexpr):
+    """Load W of a head: real and imaginary part, [P, C]."""
+    p_write = write_ptr + i_h * 2 * P * C + o_p[:, None] * C + o_t[None, :]
+    return tl.load(p_write), tl.load(p_write + P * C)
+
+
+@triton.jit
+def _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_u, PRECISION: tl.constexpr):
+    """Return M h + W u."""
+    b_re, b_im = turned(b_re, b_im, t_re, t_im)
+    return add_product(b_re, w_re, b_u, PRECISION), add_product(b_im, w_im, b_u, PRECISION)
+
+
+@triton.jit
+def _load_state(p_state, mask, stride):
+    """Load a state [P, BN] twice, its imaginary part `stride` behind the real one; zeros outside of the mask."""
+    return tl.load(p_state, mask=mask, other=0.0), tl.load(p_state + stride, mask=mask, other=0.0)
+
+
+@triton.jit
+def _store_state(p_state, b_re, b_im, mask, stride):
+    tl.store(p_state, b_re, mask=mask)
+    tl.store(p_state + stride, b_im, mask=mask)
+
+
+# --- rows of chunks, in device code
+
+
+@triton.jit
+def load_padding(pad_ptr, o_n, m_n, D: tl.constexpr, PADDED: tl.constexpr):
+    """Load the first real position of each column's sequence, [BN]; zeros without padding."""
+    pad = o_n * 0
+    if PADDED:
+        pad = tl.load(pad_ptr + o_n // D, mask=m_n, other=0).to(tl.int32)
+    return pad
+
+
+@triton.jit
+def find_columns(
+    x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
+    D: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    """Return a block's columns [BN], their mask, their offsets in x, its head's x and `before`, and their padding.
+
+    Column n is channel n mod D of sequence n div D.
+    """
+    o_n = i_n * BN + tl.arange(0, BN)
+    m_n = o_n < N
+    o_x = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
+    p_x, p_before = x_ptr + i_h * x_stride_h, before_ptr + i_h * before_stride_h
+    return o_n, m_n, o_x, p_x, p_before, load_padding(pad_ptr, o_n, m_n, D, PADDED)
+
+
+@triton.jit
+def _find_rows(p, chunk, T, stride_t, EARLIER: tl.constexpr, C: tl.constexpr, REVERSE: tl.constexpr):
+    """Return a chunk's rows [C], which of them exist, and pointers to them [C, 1]; EARLIER: `chunk` may be negative."""
+    o_t = tl.arange(0, C)
+    time = chunk * C + o_t
+    inside = (time >= 0) & (time < T) if EARLIER else time < T
+    if REVERSE:
+        row = T - 1 - time
+        p_rows = p + (T - 1 - chunk * C).to(tl.int64) * stride_t - o_t[:, None] * stride_t
+    else:
+        row = time
+        p_rows = p + (chunk * C).to(tl.int64) * stride_t + o_t[:, None] * stride_t
+    return row, inside, p_rows
+
+
+@triton.jit
+def _scales(p_scale, row, inside, pad, PADDED: tl.constexpr):
+    """Load the scaling of rows, [C, 1]; with padding [C, BN], counted from each sequence's first real position."""
+    if PADDED:
+        own = row[:, None] - pad[None, :]
+        b_scale = tl.load(p_scale + own, mask=inside[:, None] & (own >= 0), other=0.0)
+    else:
+        b_scale = tl.load(p_scale + row, mask=inside, other=0.0)[:, None]
+    return b_scale
+
+
+@triton.jit
+def load_chunk(
+    p_x, p_before, pad, chunk, T, o_x, x_stride_t, m_n,
+    C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """Load u = before * x of a chunk, [C, BN], rounded to the dtype of x; zeros outside of the sequence."""
+    row, inside, p_rows = _find_rows(p_x, chunk, T, x_stride_t, True, C, REVERSE)
+    mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
+    b_x = tl.load(p_rows + o_x[None, :], mask=mask, other=0.0)
+    return (b_x.to(tl.float32) * _scales(p_before, row, inside, pad, PADDED)).to(b_x.dtype)
+
+
+@triton.jit
+def _store_chunk(
+    p_out, p_after, pad, chunk, T, o_out, out_stride_t, m_n, b_o,
+    C: tl.constexpr, REVERSE: tl.constexpr, PADDED: tl.constexpr, EVEN_N: tl.constexpr,
+):  # fmt: skip
+    """Store after * b_o, [C, BN]."""
+    row, inside, p_rows = _find_rows(p_out, chunk, T, out_stride_t, False, C, REVERSE)
+    mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
+    b_o *= _scales(p_after, row, inside, pad, PADDED)
+    tl.store(p_rows + o_out[None, :], b_o.to(p_out.dtype.element_ty), mask=mask)

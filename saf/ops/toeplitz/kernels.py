@@ -99,19 +99,60 @@ def _by_shape(length: int, columns: int, heads: int, hopper: bool) -> ToeplitzCo
     return ToeplitzConfig(num_stages=4 if programs < 400 or (columns <= 128 and length >= 16384) else 3)
 
 
-@triton.jit
-def place_of(tile, num_m, num_n, num_h, slabs):
-    """Return the row block counted from the longest sum, the head and the column block of a tile.
+def toeplitz_matmul(
+    x: Tensor, tables: Tensor, before: Tensor, after: Tensor, *, transpose: bool, out: Tensor | None = None,
+    config: ToeplitzConfig | None = None, precision: str = "ieee",
+) -> Tensor:  # fmt: skip
+    """Multiply by diag(after) G diag(before), head by head, with G(i, j) = g(i - j) for j <= i, or by G transposed.
 
-    A slab is a column block of one head: all its row blocks read the same input. `slabs` of them are computed before
-    the next ones begin, so that what they read stays in the second-level cache; among them row blocks with the longest
-    sum come first, so that the last wave has short ones.
+    Memory beyond the T positions of x is never used, nor are scalings beyond T. Deterministic.
+
+    `x [B, F, T, D]` has unit stride in D and any others, in bfloat16, float16 or float32; `tables` are its tiles of g
+    from `make_tiles`, for at least T positions; `before` and `after` `[F, >=T]` are float32. `out` may be memory of x's
+    dtype or float32 to write into, by default it is new and stored as `[B, T, F, D]`. `precision` of float32 products
+    is "ieee" or "tf32"; `config` is the written rule by default.
     """
-    first = tile // (num_m * slabs) * slabs
-    together = tl.minimum(num_n * num_h - first, slabs)
-    inside = tile - first * num_m
-    slab = first + inside % together
-    return inside // together, slab // num_n, slab % num_n
+    assert (x.stride(3), tables.dtype) == (1, x.dtype)
+    batch, heads, length, dim = x.shape
+    columns = batch * dim
+    if out is None:
+        out = heads_like(x, heads)
+    if not out.numel():
+        return out
+    if config is None:
+        hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
+        shape = {"length": length, "columns": columns, "heads": heads, "dtype": x.dtype}
+        config = choose_config(**shape, hopper=hopper, shared=shared_memory(x.device))
+    fold = config.fold
+    rows = length if fold == 1 else cdiv(length, fold * TILE) * fold * TILE
+    scaled = x.new_empty(heads, rows, fold * columns)
+    # Folded, group r of the columns holds the rows r - fold + 1 tiles away (r tiles away transposed), zero beyond T.
+    launch(
+        prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), x, before, scaled, length, columns, rows,
+        *strides(x), before.stride(0),
+        D=dim, BT=32, BN=128, FOLD=fold, FIRST=0 if transpose else 1 - fold, TILE=TILE, num_warps=4, device=x.device,
+    )  # fmt: skip
+    num_m, num_n = cdiv(rows, fold * config.block_m), cdiv(fold * columns, config.block_n)
+    grid = (num_m * num_n * heads,)
+    blocks = num_m, num_n, heads, min(config.slabs, num_n * heads) or num_n * heads
+    constants = {
+        "D": dim, "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "TRANSPOSE": transpose,
+        "TILE": TILE, "STAGES": config.num_stages, "num_warps": config.num_warps, "num_stages": config.num_stages,
+        "device": x.device,
+    }  # fmt: skip
+    if not config.descriptors:
+        even_t = length % max(config.block_m, config.block_k) == 0
+        constants |= {"EVEN_T": even_t, "EVEN_N": columns % config.block_n == 0, "PRECISION": precision}
+        numbers = length, columns, *strides(out), tables.stride(0), after.stride(0), *blocks
+        launch(toeplitz_kernel, grid, scaled, tables, after, out, *numbers, **constants)
+        return out
+    # What the bulk copy engine reads: the scaled input, and all tiles stacked as [-, TILE].
+    tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
+    x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
+    tiles_desc = TensorDescriptor.from_tensor(tables.view(-1, TILE), tile)
+    numbers = length, columns, rows, *strides(out), after.stride(0), tables.shape[1], *blocks
+    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants, FOLD=fold)
+    return out
 
 
 @triton.jit(do_not_specialize=["T", "rows"])
@@ -143,30 +184,6 @@ def prescale_kernel(
         b_x = tl.load(p_x, mask=inside, other=0.0)
         b_before = tl.load(before_ptr + i_h * before_stride_h + source, mask=inside, other=0.0)
     tl.store(p_out, (b_x.to(tl.float32) * b_before).to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def _load_tile(table_ptr, m0, k0, TRANSPOSE: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
-    """Load one [BM, BK] tile of the Toeplitz matrix (or of its transpose)."""
-    o_m = tl.multiple_of(m0 % TILE, BM) + tl.arange(0, BM)
-    o_k = tl.multiple_of(k0 % TILE, BK) + tl.arange(0, BK)
-    if TRANSPOSE:
-        index = k0 // TILE - m0 // TILE
-        offset = o_k[None, :] * TILE + o_m[:, None]
-    else:
-        index = m0 // TILE - k0 // TILE
-        offset = o_m[:, None] * TILE + o_k[None, :]
-    return tl.load(table_ptr + index * (TILE * TILE) + offset)
-
-
-@triton.jit
-def _load_input(p_x, m_k, m_n, EVEN_T: tl.constexpr, EVEN_N: tl.constexpr):
-    """Load one [BK, BN] block of the input, zero beyond T and N."""
-    if EVEN_T and EVEN_N:
-        return tl.load(p_x)
-    if EVEN_N:
-        return tl.load(p_x, mask=m_k[:, None], other=0.0)
-    return tl.load(p_x, mask=m_k[:, None] & m_n[None, :], other=0.0)
 
 
 @triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_h", "slabs"])
@@ -265,65 +282,62 @@ def toeplitz_descriptor_kernel(
     tl.store(p_out, (acc * b_after).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def toeplitz_matmul(
-    x: Tensor, tables: Tensor, before: Tensor, after: Tensor, *, transpose: bool, out: Tensor | None = None,
-    config: ToeplitzConfig | None = None, precision: str = "ieee",
-) -> Tensor:  # fmt: skip
-    """Multiply by diag(after) G diag(before), head by head, with G(i, j) = g(i - j) for j <= i, or by G transposed.
+@triton.jit
+def place_of(tile, num_m, num_n, num_h, slabs):
+    """Return the row block counted from the longest sum, the head and the column block of a tile.
 
-    Memory beyond the T positions of x is never used, nor are scalings beyond T. Deterministic.
-
-    `x [B, F, T, D]` has unit stride in D and any others, in bfloat16, float16 or float32; `tables` are its tiles of g
-    from `make_tiles`, for at least T positions; `before` and `after` `[F, >=T]` are float32. `out` may be memory of x's
-    dtype or float32 to write into, by default it is new and stored as `[B, T, F, D]`. `precision` of float32 products
-    is "ieee" or "tf32"; `config` is the written rule by default.
+    A slab is a column block of one head: all its row blocks read the same input. `slabs` of them are computed before
+    the next ones begin, so that what they read stays in the second-level cache; among them row blocks with the longest
+    sum come first, so that the last wave has short ones.
     """
-    assert (x.stride(3), tables.dtype) == (1, x.dtype)
-    batch, heads, length, dim = x.shape
-    columns = batch * dim
-    if out is None:
-        out = heads_like(x, heads)
-    if not out.numel():
-        return out
-    if config is None:
-        hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-        shape = {"length": length, "columns": columns, "heads": heads, "dtype": x.dtype}
-        config = choose_config(**shape, hopper=hopper, shared=shared_memory(x.device))
-    fold = config.fold
-    rows = length if fold == 1 else cdiv(length, fold * TILE) * fold * TILE
-    scaled = x.new_empty(heads, rows, fold * columns)
-    # Folded, group r of the columns holds the rows r - fold + 1 tiles away (r tiles away transposed), zero beyond T.
-    launch(
-        prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), x, before, scaled, length, columns, rows,
-        *strides(x), before.stride(0),
-        D=dim, BT=32, BN=128, FOLD=fold, FIRST=0 if transpose else 1 - fold, TILE=TILE, num_warps=4, device=x.device,
-    )  # fmt: skip
-    num_m, num_n = cdiv(rows, fold * config.block_m), cdiv(fold * columns, config.block_n)
-    grid = (num_m * num_n * heads,)
-    blocks = num_m, num_n, heads, min(config.slabs, num_n * heads) or num_n * heads
-    constants = {
-        "D": dim, "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "TRANSPOSE": transpose,
-        "TILE": TILE, "STAGES": config.num_stages, "num_warps": config.num_warps, "num_stages": config.num_stages,
-        "device": x.device,
-    }  # fmt: skip
-    if not config.descriptors:
-        even_t = length % max(config.block_m, config.block_k) == 0
-        constants |= {"EVEN_T": even_t, "EVEN_N": columns % config.block_n == 0, "PRECISION": precision}
-        numbers = length, columns, *strides(out), tables.stride(0), after.stride(0), *blocks
-        launch(toeplitz_kernel, grid, scaled, tables, after, out, *numbers, **constants)
-        return out
-    # What the bulk copy engine reads: the scaled input, and all tiles stacked as [-, TILE].
-    tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
-    x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
-    tiles_desc = TensorDescriptor.from_tensor(tables.view(-1, TILE), tile)
-    numbers = length, columns, rows, *strides(out), after.stride(0), tables.shape[1], *blocks
-    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants, FOLD=fold)
-    return out
+    first = tile // (num_m * slabs) * slabs
+    together = tl.minimum(num_n * num_h - first, slabs)
+    inside = tile - first * num_m
+    slab = first + inside % together
+    return inside // together, slab // num_n, slab % num_n
 
+
+@triton.jit
+def _load_tile(table_ptr, m0, k0, TRANSPOSE: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
+    """Load one [BM, BK] tile of the Toeplitz matrix (or of its transpose)."""
+    o_m = tl.multiple_of(m0 % TILE, BM) + tl.arange(0, BM)
+    o_k = tl.multiple_of(k0 % TILE, BK) + tl.arange(0, BK)
+    if TRANSPOSE:
+        index = k0 // TILE - m0 // TILE
+        offset = o_k[None, :] * TILE + o_m[:, None]
+    else:
+        index = m0 // TILE - k0 // TILE
+        offset = o_m[:, None] * TILE + o_k[None, :]
+    return tl.load(table_ptr + index * (TILE * TILE) + offset)
+
+
+@triton.jit
+def _load_input(p_x, m_k, m_n, EVEN_T: tl.constexpr, EVEN_N: tl.constexpr):
+    """Load one [BK, BN] block of the input, zero beyond T and N."""
+    if EVEN_T and EVEN_N:
+        return tl.load(p_x)
+    if EVEN_N:
+        return tl.load(p_x, mask=m_k[:, None], other=0.0)
+    return tl.load(p_x, mask=m_k[:, None] & m_n[None, :], other=0.0)
+
+
+# --- convolutions of one channel
 
 ROWS, COLUMNS, WARPS = 32, 128, 4
 """Positions of a program's sums, positions that it reads at once, and its warps: 32 float64 numbers a thread stay in
 registers, and few frozen heads still give a GPU enough programs. Chosen, not measured against others."""
+
+
+def convolve(left: Tensor, right: Tensor) -> Tensor:
+    """Return `sum_{j<=k} left_j right_{k-j}`, float32 or float64 `[F, T]` of one dtype, summed in that dtype."""
+    left, right = left.contiguous(), right.contiguous()
+    out = left.new_empty(left.shape)
+    heads, length = left.shape
+    launch(
+        causal_convolution_kernel, (cdiv(length, ROWS), heads), left, right, out, length,
+        BM=ROWS, BK=COLUMNS, num_warps=WARPS, device=left.device,
+    )  # fmt: skip
+    return out
 
 
 @triton.jit
@@ -340,15 +354,3 @@ def causal_convolution_kernel(left_ptr, right_ptr, out_ptr, T, BM: tl.constexpr,
         b_right = tl.load(right_ptr + o_h + lag, mask=(lag >= 0) & (o_m[:, None] < T), other=0.0)
         b_sum += tl.sum(b_left[None, :] * b_right, 1)
     tl.store(out_ptr + o_h + o_m, b_sum, mask=o_m < T)
-
-
-def convolve(left: Tensor, right: Tensor) -> Tensor:
-    """Return `sum_{j<=k} left_j right_{k-j}`, float32 or float64 `[F, T]` of one dtype, summed in that dtype."""
-    left, right = left.contiguous(), right.contiguous()
-    out = left.new_empty(left.shape)
-    heads, length = left.shape
-    launch(
-        causal_convolution_kernel, (cdiv(length, ROWS), heads), left, right, out, length,
-        BM=ROWS, BK=COLUMNS, num_warps=WARPS, device=left.device,
-    )  # fmt: skip
-    return out
