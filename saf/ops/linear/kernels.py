@@ -122,7 +122,8 @@ def linear_matmul(
 
 def _sizes(tables: LinearTables) -> tuple[int, int, int, int]:
     """Return the sizes of tables: tiles N, rows of a chunk C, poles P, powers of M."""
-    return *tables.near.shape[1:3], tables.write.shape[1] // 2, tables.turns.shape[1]
+    _, tiles, rows, _ = tables.near.shape
+    return tiles, rows, tables.write.shape[1] // 2, tables.turns.shape[1]
 
 
 def _scan(states: Tensor, turns: Tensor, stretches: int, stretch: int) -> None:
