@@ -1,6 +1,6 @@
 """lm-evaluation-harness on a model in memory: its tasks, prompts and metrics, this project's forward passes.
 
-`ExactLengthModel` answers lm-eval's requests and never pads; `ask` gives the paper's five tasks to an opened model.
+`ask` gives the paper's five tasks to an opened model; `ExactLengthModel` answers lm-eval's requests and never pads.
 """
 
 import logging
@@ -28,8 +28,6 @@ from saf.tasks.zero_shot import ZERO_SHOT, TaskName, TooLong, read_questions
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation as text, then each as tokens."""
-_SPLIT = "questions"
-"""The split with the questions of a file."""
 Progress = Callable[[str, int, int], None]
 """Called with a task's name, the number of its requests that are answered, and their total."""
 
@@ -46,26 +44,45 @@ def ask(
     return answer_tasks(lm, settings.tasks, folder=settings.task_data, questions=settings.questions, progress=progress)
 
 
+def answer_tasks(
+    lm: "ExactLengthModel", names: Sequence[TaskName], *, folder: Path | None = None, questions: int | None = None,
+    progress: Progress | None = None,
+) -> dict[str, TaskAnswers]:  # fmt: skip
+    """Return a model's answers to the tasks named, to the first `questions` of each.
+
+    Questions are those of the tasks' public files in `folder`, or of the hub. `progress` is called before a task's
+    first request and after each batch. Raises DataError where a file is missing or damaged, or the hub cannot be
+    reached, InputError for a question that is longer than the model takes.
+    """
+    tasks, sources = _tasks(names, folder, questions)
+    answers = {}
+    for name in names:
+        lm.progress = None if progress is None else partial(progress, name)
+        task_dict: Any = {"tasks": {name: tasks[name]}}
+        with _quiet():
+            output: Any = evaluate(lm=lm, task_dict=task_dict, limit=questions, bootstrap_iters=0)
+        choices = tasks[name].config.doc_to_choice
+        answers[name] = TaskAnswers.of(
+            [_answer(sample, lm.cut) for sample in output["samples"][name]],
+            labels=choices if isinstance(choices, list) else [],
+            version=f"lm-eval {lm_eval.__version__}, task version {tasks[name].VERSION}",
+            source=sources[name],
+        )
+    return answers
+
+
 class ExactLengthModel(TemplateLM):
     """Answers lm-eval's requests for likelihoods by batches of one exact length.
 
-    lm-eval tokenises a context with its continuation, and splits the tokens after the context's own.
+    lm-eval tokenises a context with its continuation, and splits the tokens after the context's own. With
+    `too_long="cut"` long contexts lose tokens at their beginning. `longest` limits the tokens of an input below what
+    the model takes.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        encoder: Encoder,
-        *,
-        batch_size: int = 8,
-        precision: str = "auto",
-        too_long: TooLong = "refuse",
-        longest: int | None = None,
-    ):
-        """Take a model and its tokenizer; with `too_long="cut"` long contexts lose tokens at their beginning.
-
-        `longest` limits the tokens of an input below what the model takes.
-        """
+        self, model: nn.Module, encoder: Encoder, *, batch_size: int = 8, precision: str = "auto",
+        too_long: TooLong = "refuse", longest: int | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.model, self.encoder = model, encoder
         self.batch_size, self.precision = batch_size, precision
@@ -84,7 +101,6 @@ class ExactLengthModel(TemplateLM):
         return self.encoder.first
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        """Return the tokens of a text, with special tokens before it unless `add_special_tokens` is false."""
         return self.encoder.bare(string) if add_special_tokens is False else self.encoder.encode(string)
 
     def _loglikelihood_tokens(
@@ -117,37 +133,6 @@ class ExactLengthModel(TemplateLM):
         raise UnsupportedError("tasks must have choices; those that generate text cannot be answered")
 
 
-def answer_tasks(
-    lm: ExactLengthModel,
-    names: Sequence[TaskName],
-    *,
-    folder: Path | None = None,
-    questions: int | None = None,
-    progress: Progress | None = None,
-) -> dict[str, TaskAnswers]:
-    """Return a model's answers to the tasks named, to the first `questions` of each.
-
-    Questions are those of the tasks' public files in `folder`, or of the hub. `progress` is called before a task's
-    first request and after each batch. Raises DataError where a file is missing or damaged, or the hub cannot be
-    reached, InputError for a question that is longer than the model takes.
-    """
-    tasks, sources = _tasks(names, folder, questions)
-    answers = {}
-    for name in names:
-        lm.progress = None if progress is None else partial(progress, name)
-        task_dict: Any = {"tasks": {name: tasks[name]}}
-        with _quiet():
-            output: Any = evaluate(lm=lm, task_dict=task_dict, limit=questions, bootstrap_iters=0)
-        choices = tasks[name].config.doc_to_choice
-        answers[name] = TaskAnswers.of(
-            [_answer(sample, lm.cut) for sample in output["samples"][name]],
-            labels=choices if isinstance(choices, list) else [],
-            version=f"lm-eval {lm_eval.__version__}, task version {tasks[name].VERSION}",
-            source=sources[name],
-        )
-    return answers
-
-
 def _tasks(
     names: Sequence[TaskName], folder: Path | None, limit: int | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
@@ -155,18 +140,18 @@ def _tasks(
     definitions = Path(lm_eval.__file__).parent / "tasks"
     # The folders named, not all of lm-eval's: its index of 15,000 files takes ten seconds.
     include: list[str | Path] = [definitions / ZERO_SHOT[name].definition for name in names]
-    manager = TaskManager(include_defaults=False, include_path=include)
     members: list[dict[str, Any]] = [{"task": name} for name in names]
     sources = {}
-    for member in members if folder is not None else ():
-        assert folder is not None
-        file = read_questions(member["task"], folder, limit=limit)
-        sources[member["task"]] = {"path": str(file.path), "sha256": file.sha256}
-        splits = {_SPLIT: datasets.Dataset.from_list(file.rows)}
-        member |= {"custom_dataset": lambda _splits=splits, **_: _splits, "validation_split": _SPLIT}
-        member |= {"training_split": None, "test_split": None}
+    if folder is not None:
+        for member in members:
+            file = read_questions(member["task"], folder, limit=limit)
+            sources[member["task"]] = {"path": str(file.path), "sha256": file.sha256}
+            splits = {"questions": datasets.Dataset.from_list(file.rows)}
+            member |= {"custom_dataset": lambda _splits=splits, **_: _splits, "validation_split": "questions"}
+            member |= {"training_split": None, "test_split": None}
     try:
         with _quiet():
+            manager = TaskManager(include_defaults=False, include_path=include)
             tasks = manager.load([{"group": "zero_shot", "task": members}])["tasks"]
     except (OSError, ValueError, DatasetsError) as error:
         raise DataError(
@@ -182,11 +167,10 @@ def _tasks(
 def _answer(sample: Mapping[str, Any], cut: set[tuple[str, str]]) -> dict[str, Any]:
     """Return one question's answer as `saf.tasks.base` records it, from lm-eval's sample."""
     log_probs = [float(log_prob) for log_prob, _ in sample["filtered_resps"]]
-    right, taken = int(sample["target"]), max(range(len(log_probs)), key=log_probs.__getitem__)
     answer = {
         "id": f"{sample['doc_id']} {sample['doc_hash'][:16]}",
-        "answer": right,
-        "taken": taken,
+        "answer": int(sample["target"]),
+        "taken": max(range(len(log_probs)), key=log_probs.__getitem__),
         "right": bool(sample["acc"]),
         "shortened": any(tuple(text) in cut for text in sample["arguments"]),
         "log_probs": log_probs,
