@@ -1,9 +1,9 @@
-"""A GPT compiled by its decoder layers: one program for all layers of one layout, kept from one event to the next.
+"""A GPT compiled by its decoder layers: one program for all layers of one layout, which events share.
 
 A model compiled whole compiles anew after every event. Here attention is one program for each layout of heads, the MLP
 and the loss are one each, and an event compiles only layouts that are new to this process: weights and tables are
 inputs of the programs. The residual stream and its additions, the products of live and of frozen heads, go from program
-to program apart, so that the kernel of the next norm takes their sum, as in one whole program.
+to program as separate tensors, so that the kernel of the next norm adds them, as in one whole program.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -29,7 +29,7 @@ _programs: dict[Hashable, Callable[..., Any]] = {}
 class CompiledByLayer:
     """The loss of a GPT as it is now, its layers compiled; the model itself does not change.
 
-    Make another one after an event: programs are shared. With `activation_checkpointing` a layer's programs run again
+    Build another one after an event: programs are shared. With `activation_checkpointing` a layer's programs run again
     in the backward pass, which keeps their input alone. Modules with hooks, which gather the shares of a sharded model,
     are called as modules, and their programs leave out the norm before them.
     """
@@ -39,48 +39,45 @@ class CompiledByLayer:
         self._model = model
         self._recomputes = activation_checkpointing
         layers = cast(Iterable[DecoderLayer], model.blocks)
-        self._layers = [_HookedLayer(each) if each.attention._forward_hooks else _Layer(each) for each in layers]
+        self._layers = [_hooked_layer(each) if each.attention._forward_hooks else _layer(each) for each in layers]
         self._loss = _program(_loss, model.norm, model.embed)
         self.new = len(_programs) - known
         """Number of programs that the first call compiles."""
 
     def __call__(self, input_ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, nats per token, as the model does."""
+        """Return the mean loss of `targets [B, T]` after `input_ids [B, T]`, nats per token, as the model does."""
         x, rotation = self._model.embedded(input_ids)
-        streams: Streams = (x, _nothing_to_add(x))
+        streams: Streams = (x, _zero_addition(x))
         for layer in self._layers:
             streams = recomputed(layer, rotation, *streams) if self._recomputes else layer(rotation, *streams)
         return self._loss(self._model.norm, self._model.embed.weight, targets, *streams)
 
 
-class _Layer:
-    """A layer's two programs, its attention and its MLP, each with the norm before it."""
+def _layer(layer: DecoderLayer) -> Callable[..., Streams]:
+    """Return the call of a layer's two programs, its attention and its MLP, each with the norm before it."""
+    attention, mlp = (layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)
+    attend, transform = (_program(_add, *part) for part in (attention, mlp))
 
-    def __init__(self, layer: DecoderLayer):
-        attention, mlp = (layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)
-        self._attention, self._mlp = ((_program(_add, *part), *part) for part in (attention, mlp))
+    def call(rotation: tuple[Tensor, Tensor] | None, *streams: Tensor) -> Streams:
+        return transform(*mlp, (), *attend(*attention, (rotation, None), *streams))
 
-    def __call__(self, rotation: tuple[Tensor, Tensor] | None, *streams: Tensor) -> Streams:
-        program, *attention = self._attention
-        streams = program(*attention, (rotation, None), *streams)
-        program, *mlp = self._mlp
-        return program(*mlp, (), *streams)
+    return call
 
 
-class _HookedLayer:
-    """A layer whose modules have hooks: programs of the two sums with their norms, and one inside each module."""
+def _hooked_layer(layer: DecoderLayer) -> Callable[..., Streams]:
+    """Return the same for modules with hooks: programs of the two sums with their norms, and one inside each module."""
+    parts = [(layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)]
+    sums = [_program(_summed, norm) for norm, _ in parts]
+    for _, module in parts:
+        module.forward = partial(_program(_forward, module), module)
 
-    def __init__(self, layer: DecoderLayer):
-        self._parts = [(layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)]
-        self._sums = [_program(_summed, norm) for norm, _ in self._parts]
-        for _, module in self._parts:
-            module.forward = partial(_program(_forward, module), module)
-
-    def __call__(self, rotation: tuple[Tensor, Tensor] | None, *streams: Tensor) -> Streams:
-        for add, (norm, module), rest in zip(self._sums, self._parts, ((rotation, None), ()), strict=True):
+    def call(rotation: tuple[Tensor, Tensor] | None, *streams: Tensor) -> Streams:
+        for add, (norm, module), rest in zip(sums, parts, ((rotation, None), ()), strict=True):
             x, normed = add(norm, *streams)
             streams = (x, module(normed, *rest))
         return streams
+
+    return call
 
 
 def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[..., Any]:
@@ -100,6 +97,9 @@ def _layout(module: nn.Module) -> Hashable:
     return shapes, module.live.kernel, None if module.frozen is None else module.frozen.program()
 
 
+# --- the functions that programs compile
+
+
 def _add(norm: nn.LayerNorm, module: nn.Module, rest: tuple[Any, ...], *streams: Tensor) -> Streams:
     """Return the sum of the residual stream and its additions, and a module's addition to it."""
     x, normed = _summed(norm, *streams)
@@ -117,11 +117,10 @@ def _forward(module: nn.Module, *inputs: Any) -> Tensor:
 
 
 def _loss(norm: nn.LayerNorm, weight: Tensor, targets: Tensor, *streams: Tensor) -> Tensor:
-    """Return the mean loss of `targets [B, T]`, given the residual stream and the last additions to it."""
     return linear_cross_entropy(_summed(norm, *streams)[1], weight, targets)
 
 
-def _nothing_to_add(x: Tensor) -> Tensor:
+def _zero_addition(x: Tensor) -> Tensor:
     """Return zeros like an MLP's output, so that the first layer has the same program as the others."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
