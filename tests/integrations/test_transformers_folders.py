@@ -29,6 +29,14 @@ def opened(folder, **options):
     return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
+def saved(folder, family="llama", heads=HEADS):
+    """A frozen model, and the folder that it was saved into."""
+    model = make(family)
+    freeze(model, heads)
+    model.save_pretrained(folder)
+    return model
+
+
 @pytest.mark.parametrize(
     ("family", "heads"), [*((family, HEADS) for family in FAMILIES), ("llama", EVERY), ("phi3", FIRST)]
 )
@@ -73,9 +81,7 @@ def test_pruned_final_and_trained_heads_come_back(tmp_path):
 
 
 def test_dtypes_and_other_models_of_the_family(tmp_path):
-    model = make("qwen3")
-    freeze(model)
-    model.save_pretrained(tmp_path)
+    model = saved(tmp_path, "qwen3")
     make("qwen3").save_pretrained(tmp_path / "ordinary")
     low, ordinary = (opened(each, dtype=torch.bfloat16) for each in (tmp_path, tmp_path / "ordinary"))
     assert low.model.layers[0].self_attn.saf.frozen_layout.dtype == torch.int64
@@ -100,9 +106,7 @@ def places(model, away):
 @pytest.mark.parametrize("family", ["llama", "phi3"])
 def test_a_device_map_with_hooks_opens_freezes_undoes_and_saves(family, tmp_path):
     modeling = pytest.importorskip("accelerate.big_modeling")
-    model, ordinary = make(family), make(family)
-    freeze(model, FIRST)
-    model.save_pretrained(tmp_path / "whole")
+    model, ordinary = saved(tmp_path / "whole", family, FIRST), make(family)
     options = {"device_map": places(model, "norm"), "offload_folder": str(tmp_path / "disk")}
     again = opened(tmp_path / "whole", **options)
     attention = adapter_for(again).sites()[0].attention
@@ -124,9 +128,7 @@ def test_a_device_map_with_hooks_opens_freezes_undoes_and_saves(family, tmp_path
 
 def test_the_folder_of_an_adapter_names_its_model_with_frozen_heads(tmp_path):
     peft = pytest.importorskip("peft")
-    model = make("llama")
-    freeze(model, FIRST)
-    model.save_pretrained(tmp_path / "base")
+    saved(tmp_path / "base", heads=FIRST)
     lora = peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     adapted = opened(tmp_path / "base")
     adapted.add_adapter(lora)
@@ -137,14 +139,14 @@ def test_the_folder_of_an_adapter_names_its_model_with_frozen_heads(tmp_path):
         opened(tmp_path / "adapter")
 
 
-def test_without_the_import_transformers_refuses_by_shape(tmp_path):
-    model = make("llama")
-    freeze(model)
-    model.save_pretrained(tmp_path)
+def test_without_the_import_and_for_a_class_with_other_names_a_folder_is_refused(tmp_path):
+    model = saved(tmp_path)
     without = vars(transformers.PreTrainedModel)["from_pretrained"].__func__.__wrapped__
     with pytest.raises(RuntimeError, match="mismatch"):
         without(type(model), tmp_path)
     assert "import saf.integrations.transformers" in json.loads((tmp_path / "config.json").read_text())["saf"].values()
+    with pytest.raises(UnsupportedError, match=r"by LlamaForCausalLM"):  # whose layers have other names
+        transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path)
 
 
 def test_parts_of_the_model_are_saved_with_their_heads(tmp_path):
@@ -168,28 +170,16 @@ def test_parts_of_the_model_are_saved_with_their_heads(tmp_path):
 
 
 def test_saving_an_ordinary_model_of_the_same_configuration_leaves_the_heads_theirs(tmp_path):
-    model = make("llama")
-    freeze(model)
+    model = saved(tmp_path / "frozen")
     type(model)(model.config).save_pretrained(tmp_path / "ordinary")
     model.save_pretrained(tmp_path / "frozen")
     assert torch.equal(logits(opened(tmp_path / "frozen")), logits(model))
     assert opened(tmp_path / "ordinary").num_parameters() > model.num_parameters()
 
 
-def test_a_class_with_other_names_of_layers_is_refused(tmp_path):
-    model = make("llama")
-    freeze(model)
-    model.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedError, match=r"by LlamaForCausalLM"):
-        transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path)
-
-
 def test_files_that_do_not_belong_together_are_refused(tmp_path):
-    model, other = make("llama"), make("llama")
-    freeze(model)
-    freeze(other, HeadSet([(0, 0), (0, 2), (1, 0), (1, 1), (2, 3)]))
-    model.save_pretrained(tmp_path / "one")
-    other.save_pretrained(tmp_path / "two")
+    saved(tmp_path / "one")
+    saved(tmp_path / "two", heads=HeadSet([(0, 0), (0, 2), (1, 0), (1, 1), (2, 3)]))
     shutil.copy(tmp_path / "two" / "model.safetensors", tmp_path / "one")
     with pytest.raises(CheckpointError, match="layer 0"):
         opened(tmp_path / "one")
