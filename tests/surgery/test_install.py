@@ -48,19 +48,29 @@ def test_installed_model_computes_the_fixed_patterns():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options"),
-    [(torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9}), (torch.optim.Adam, {"amsgrad": True})],
-    ids=["adamw", "sgd", "amsgrad"],
+    ("optimizer", "options", "trainable"),
+    [
+        (torch.optim.AdamW, {}, False),
+        (torch.optim.SGD, {"momentum": 0.9}, False),
+        (torch.optim.Adam, {"amsgrad": True}, False),
+        (torch.optim.AdamW, {}, True),
+    ],
+    ids=["adamw", "sgd", "amsgrad", "trainable"],
 )
-def test_uninstall_is_the_exact_inverse(optimizer, options):
+def test_uninstall_is_the_exact_inverse(optimizer, options, trainable):
     model, trainer = make(optimizer, **options)
-    before, parameters = snapshot(model, trainer), list(model.parameters())
+    before, parameters, groups = (
+        snapshot(model, trainer),
+        list(model.parameters()),
+        trainer.state_dict()["param_groups"],
+    )
     first = HeadSet([(1, 0), (1, 3)])
     for some in (first, SOME - first):  # rows of the second event have moved in the first
-        install_(model, some, patterns(len(some)), optimizer=trainer)
+        install_(model, some, patterns(len(some)), optimizer=trainer, trainable=trainable)
     uninstall_(model, HeadSet([(1, 2)]), optimizer=trainer)
     uninstall_(model, optimizer=trainer)
     assert_equal(snapshot(model, trainer), before)
+    assert trainer.state_dict()["param_groups"] == groups
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     assert not any(site.removed for site in adapter_for(model).sites())
 

@@ -62,28 +62,6 @@ def test_state_from_before_an_edit_is_refused_after_it_also_by_an_optimiser_made
     update(model, new)
 
 
-def test_a_training_that_goes_on_from_state_saved_since_is_the_same_bit_for_bit(tmp_path):
-    model = saf.GPT(SHAPE)
-    optimizer = FUSED(model.parameters())
-    update(model, optimizer)
-    old = copy.deepcopy(optimizer.state_dict())
-    install(model, HEADS, optimizer=optimizer)
-    update(model, optimizer)
-    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
-    saf.save(model, tmp_path / "model")
-    again = saf.load(tmp_path / "model")
-    resumed = FUSED(again.parameters())
-    resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt", weights_only=True))
-    for seed in (1, 2):
-        update(model, optimizer, seed)
-        update(again, resumed, seed)
-    assert_equal(model.state_dict(), again.state_dict())
-    resumed = FUSED(again.parameters())
-    resumed.load_state_dict(old)
-    with pytest.raises(InputError, match="state"):
-        update(again, resumed)
-
-
 def test_state_of_as_many_other_heads_is_refused():
     model, optimizer = make(torch.optim.SGD, momentum=0.9)
     install(model, HEADS, optimizer=optimizer)

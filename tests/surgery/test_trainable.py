@@ -93,20 +93,6 @@ def test_they_join_a_group_without_decay_so_that_schedules_reach_them_or_are_ref
     assert_equal(snapshot(model, trainer), untouched)
 
 
-def test_uninstall_is_the_exact_inverse():
-    model, trainer = make()
-    before, groups = snapshot(model, trainer), groups_of(trainer)
-    install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
-    uninstall_(model, optimizer=trainer)
-    assert_equal(snapshot(model, trainer), before)
-    assert groups_of(trainer) == groups
-    install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
-    update(model, trainer)
-    uninstall_(model, optimizer=trainer)
-    assert groups_of(trainer) == groups
-    assert set(trainer.state) == set(model.parameters())
-
-
 def test_events_of_both_kinds_share_a_layer():
     """Fixed patterns stay as they are; trainable ones keep their parameters and moments when others come and go."""
     model, trainer = make()
