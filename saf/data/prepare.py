@@ -181,7 +181,7 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
         facts = {"documents": len(members), "bytes": int(documents["bytes"][members].sum())}
         partitions[name] = facts | _write(folder / f"{name}.bin", ids, members, tokens, dtype, tokenizer.vocab_size)
     ids.unlink()
-    kind = config.tokenizer if config.tokenizer in ("bpe", "gpt2") else "given"
+    kind = config.tokenizer if config.tokenizer in ("bpe", "gpt2") else "loaded"
     vocabulary = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id, "trained_on": trained_on}
     index = {
         "dtype": dtype.name,
