@@ -81,6 +81,8 @@ class PrepareConfig:
                 raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
         if self.tokenizer != "bpe" and self.vocab_size != PrepareConfig.vocab_size:
             raise InputError(f"--vocab-size must be left out with --tokenizer {self.tokenizer}")
+        if self.vocab_size < 257:
+            raise InputError(f"--vocab-size must be at least 257 (256 bytes and end-of-text), got {self.vocab_size}")
         check_name("--calibration-from", self.calibration_from, ("heldout", "train"))
         if self.report_only and (self.tokenizer == "bpe" or self.heldout_fraction is not None):
             raise InputError("--report-only needs the --tokenizer of a model's data, and no --heldout-fraction")
@@ -160,12 +162,16 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
 
 def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfig, bar: Any) -> dict[str, Any]:
     """Write the files of a data folder and return its index."""
+    tokenizer, trained_on = None if config.tokenizer == "bpe" else _load_tokenizer(config.tokenizer), None
     bar.add_task("reading", total=None)
     corpus = Corpus(folder / "text.spool", groups, config)
     documents = corpus.documents
-    bar.add_task("choosing the tokenizer", total=None)
     pool = _may_be_held_out(documents["key"], documents["bytes"], config.fraction)
-    tokenizer, trained_on = _choose_tokenizer(corpus, config, pool)
+    if tokenizer is None:
+        bar.add_task("training the tokenizer", total=None)
+        sample = _sample(corpus, config, pool)
+        trained_on = {"bytes": sum(len(piece.encode()) for piece in sample), "pieces": len(sample)}
+        tokenizer = train_bpe(sample, vocab_size=config.vocab_size)
     tokenizer.save(folder / TOKENIZER_FILE)
     tokenizer.save_config(folder / CONFIG_FILE)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
@@ -409,17 +415,11 @@ def _divide(keys: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> np.ndar
 # --- the tokenizer
 
 
-def _choose_tokenizer(
-    corpus: Corpus, config: PrepareConfig, pool: np.ndarray
-) -> tuple[Tokenizer, dict[str, int] | None]:
-    """Load or train the tokenizer that the settings name; also return the size of its training text, if any."""
-    name = "openai-community/gpt2" if config.tokenizer == "gpt2" else config.tokenizer
-    if name != "bpe":
-        on_hub = name.count("/") == 1 and not Path(name).exists()
-        return (Tokenizer.from_hub if on_hub else Tokenizer.load)(name), None
-    sample = _sample(corpus, config, pool)
-    facts = {"bytes": sum(len(piece.encode()) for piece in sample), "pieces": len(sample)}
-    return train_bpe(sample, vocab_size=config.vocab_size), facts
+def _load_tokenizer(name: str) -> Tokenizer:
+    """Load a tokenizer from its folder or file, or download that of a model on the hub."""
+    name = "openai-community/gpt2" if name == "gpt2" else name
+    on_hub = name.count("/") == 1 and not Path(name).exists()
+    return (Tokenizer.from_hub if on_hub else Tokenizer.load)(name)
 
 
 def _sample(corpus: Corpus, config: PrepareConfig, pool: np.ndarray) -> list[str]:

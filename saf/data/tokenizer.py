@@ -5,7 +5,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from saf.errors import DataError, InputError
+from saf.errors import DataError
 from saf.records.files import read_json, write_json
 
 EOT = "<|endoftext|>"
@@ -124,12 +124,10 @@ def _byte_level(*files: str) -> Any:
 def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
     """Train byte-level BPE with GPT-2's word splitting on texts; end-of-text is token 0.
 
-    Texts with too few pairs to merge give a smaller vocabulary.
+    The vocabulary has `vocab_size` tokens, at least 257; it is smaller where texts have too few pairs to merge.
     """
     from tokenizers import pre_tokenizers, trainers
 
-    if vocab_size < 257:
-        raise InputError(f"--vocab-size must be at least 257 (256 bytes and end-of-text), got {vocab_size}")
     backend, alphabet = _byte_level(), sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[EOT], initial_alphabet=alphabet, show_progress=False
