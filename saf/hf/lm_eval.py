@@ -23,8 +23,8 @@ from torch import nn
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.models.adapter import longest_input
 from saf.opening import Encoder, OpenedModel
-from saf.tasks.base import Continuation, TaskAnswers, likelihoods
-from saf.tasks.zero_shot import ZERO_SHOT, TaskName, TooLong, read_questions
+from saf.tasks.base import Continuation, likelihoods
+from saf.tasks.zero_shot import ZERO_SHOT, TaskAnswers, TaskName, TooLong, read_questions
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation as text, then each as tokens."""

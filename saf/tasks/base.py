@@ -310,22 +310,6 @@ def _likelihood(logits: Tensor, tokens: Tokens) -> Likelihood:
     return Likelihood(total, bool((own.argmax(-1) == ids).all()))
 
 
-class TaskAnswers(NamedTuple):
-    """A model's answers to one task."""
-
-    record: Mapping[str, Any]
-    """The summary of the answers, and facts about the task."""
-    answers: Sequence[Answer]
-
-    @classmethod
-    def of(cls, answers: Sequence[Answer], **facts: Any) -> "TaskAnswers":
-        """Summarise answers; `facts` are a task's `version`, the `source` of its questions, and `labels` of choices."""
-        record = {**facts, **summary(answers)}
-        if all("right_norm" in answer for answer in answers):
-            record["accuracy_norm"] = sum(answer["right_norm"] for answer in answers) / len(answers)
-        return cls(record, answers)
-
-
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
     """Compute accuracy and its standard error over questions, and count how often each choice is right and is taken."""
     share, count = sum(each["right"] for each in answers) / len(answers), len(answers)

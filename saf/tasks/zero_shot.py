@@ -14,7 +14,7 @@ from saf.errors import DataError
 from saf.records.files import check_file, entries_hash, file_hash, read_lines, write_json, write_lines
 from saf.records.result import read_result, result_header
 from saf.records.table import Table
-from saf.tasks.base import TaskAnswers
+from saf.tasks.base import Answer, summary
 
 Record = dict[str, Any]
 TooLong = Literal["refuse", "cut"]
@@ -134,6 +134,22 @@ number of the 570 of validation."""
 
 
 # --- the record of an evaluation
+
+
+class TaskAnswers(NamedTuple):
+    """A model's answers to one task."""
+
+    record: Mapping[str, Any]
+    """The summary of the answers, and facts about the task."""
+    answers: Sequence[Answer]
+
+    @classmethod
+    def of(cls, answers: Sequence[Answer], **facts: Any) -> "TaskAnswers":
+        """Summarise answers; `facts` are a task's `version`, the `source` of its questions, and `labels` of choices."""
+        record = {**facts, **summary(answers)}
+        if all("right_norm" in answer for answer in answers):
+            record["accuracy_norm"] = sum(answer["right_norm"] for answer in answers) / len(answers)
+        return cls(record, answers)
 
 
 def zero_shot_record(

@@ -9,8 +9,8 @@ from saf.compare import compare_zero_shot, pair_tables, verdict
 from saf.errors import CompareError, DivergenceError, InputError
 from saf.models import GPT, GPTConfig
 from saf.records.table import markdown_of
-from saf.tasks.base import Continuation, TaskAnswers, likelihoods
-from saf.tasks.zero_shot import read_zero_shot, zero_shot_record, zero_shot_tables
+from saf.tasks.base import Continuation, likelihoods
+from saf.tasks.zero_shot import TaskAnswers, read_zero_shot, zero_shot_record, zero_shot_tables
 
 LENGTH, VOCAB = 24, 40
 
