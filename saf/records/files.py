@@ -190,16 +190,6 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def tensors_hash(tensors: Mapping[str, Tensor]) -> str:
-    """Return the SHA-256 of named tensors: their names in order, types, shapes and bytes."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        plain = tensors[name].detach().cpu().contiguous()
-        digest.update(f"{name}\0{plain.dtype}\0{list(plain.shape)}\0".encode())
-        digest.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
 def entries_hash(entries: Mapping[str, Any]) -> str:
     """Return the SHA-256 of a record's entries except "hash", where the record stores it."""
     hashed = {key: value for key, value in entries.items() if key != "hash"}

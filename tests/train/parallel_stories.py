@@ -6,7 +6,6 @@ import json
 import math
 import os
 import signal
-import threading
 import time
 from dataclasses import replace
 from datetime import timedelta
@@ -25,7 +24,6 @@ from saf.distributed import on_rank0
 from saf.errors import SelectionError, UnsupportedError
 from saf.freeze_config import FreezeConfig
 from saf.machine import Execution
-from saf.records.files import tensors_hash
 from saf.schedules import ValidationBudget
 from saf.tasks.base import Continuation, likelihoods
 from saf.tasks.text import evaluate_perplexity
@@ -86,9 +84,12 @@ def hash_of(run: Run) -> str:
     """Return the SHA-256 of all parameters, buffers (patterns among them) and moments."""
     with run.updater.parallel.whole(moments=True):
         state = [*run.model.state_dict().values(), *run.model.buffers()]
-        state += [value for of in run.updater.optimizer.state.values() for value in of.values()]
-        plain = (tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in state)
-        return hashlib.sha256(b"".join(plain)).hexdigest()
+        return digest([*state, *(value for of in run.updater.optimizer.state.values() for value in of.values())])
+
+
+def digest(tensors: list[torch.Tensor]) -> str:
+    plain = (tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(b"".join(plain)).hexdigest()
 
 
 def raised(function) -> list[str]:
@@ -173,7 +174,7 @@ def uneven_targets(rank: int, parallel: Parallel, every: int = 2) -> list[float]
 def frozen_alike(rank: int) -> dict:
     """Freeze with batches of this rank alone, and meet errors of rank 0; return what came of it."""
     answers = {}
-    for name, error in (("known", SelectionError("too few")), ("strange", Unpicklable())):
+    for name, error in (("known", SelectionError("too few")), ("strange", ZeroDivisionError("none"))):
         answers[name] = raised(lambda error=error: on_rank0(lambda: fail(error)))
     batch = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(rank))
     model = small_model(num_layers=3)
@@ -182,24 +183,18 @@ def frozen_alike(rank: int) -> dict:
         "heads": report.heads.to_list(),
         "alpha": report.patterns.alpha.tolist(),
         "sequences": report.statistics.sequences_hash,
-        "statistics": tensors_hash({name: getattr(report.statistics, name) for name in LayerStatistics._fields}),
+        "statistics": digest([getattr(report.statistics, name) for name in LayerStatistics._fields]),
         "output": model(batch[:1] * 0)[0].sum().item(),
     }
     return answers
 
 
 def late() -> str:
-    """Return the outcome of work that takes longer than the group, all of which has met, lets a message take."""
+    """Return the outcome of work that takes longer than messages of the group may take."""
     distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2))
     outcome = on_rank0(lambda: time.sleep(1) or "done")
     distributed.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
     return outcome
-
-
-class Unpicklable(Exception):
-    def __init__(self):
-        super().__init__("holds a lock")
-        self.lock = threading.Lock()
 
 
 def fail(error: Exception) -> None:
