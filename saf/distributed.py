@@ -63,9 +63,6 @@ def process_group(device: str) -> Iterator[None]:
 
     On CUDA a rank takes the GPU of its number on the machine. Only rank 0 shows the project's warnings. When another
     rank ends, the next message to it raises PyTorch's error.
-
-    Raises:
-        InputError: More processes on a machine than it has GPUs.
     """
     if in_group() or not all(name in os.environ for name in _TORCHRUN):
         yield

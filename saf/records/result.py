@@ -1,4 +1,4 @@
-"""The header of every result: one JSON object of a benchmark, an analysis, a run, an evaluation or a comparison.
+"""The header that every result begins with: its settings, and by what commit, command and data it came about.
 
 schema       "saf.result/2"
 kind         the kind of the other entries: "update", "one-head", "run", "evaluation", "comparison" and so on
@@ -56,10 +56,9 @@ def result_header(
     return {"schema": SCHEMA, "kind": kind, "settings": to_json(settings), "provenance": provenance}
 
 
-def read_result(
-    path: Path, *, advice: str = "give a file that `saf bench`, `saf evaluate`, `saf compare` or a run wrote"
-) -> dict[str, Any]:
-    """Read a result; raise InputError, ending with `advice`, for a file that is missing or is none."""
+def read_result(path: Path) -> dict[str, Any]:
+    """Read a result; raise InputError for a file that is missing or is none."""
+    advice = "give a file that `saf bench`, `saf evaluate`, `saf compare` or a run wrote"
     record = read_json(path, advice=advice)
     if (schema := record.get("schema")) != SCHEMA:
         raise InputError(f"{path} is not a result: its schema is {schema!r}, expected {SCHEMA!r}; {advice}")

@@ -219,13 +219,13 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name in ("betas", "save_at", "report_at"):
-            values[name] = list(values[name])
-        values["finetuning"] = self.finetuning and asdict(self.finetuning)
-        values["freeze"] = self.freeze and self.freeze.to_dict()
-        values["schedule"] = self.schedule and schedule_to_dict(self.schedule)
-        values["mqar"] = self.mqar.to_dict()
-        return values
+        groups = {
+            "finetuning": self.finetuning and asdict(self.finetuning),
+            "freeze": self.freeze and self.freeze.to_dict(),
+            "schedule": self.schedule and schedule_to_dict(self.schedule),
+            "mqar": self.mqar.to_dict(),
+        }
+        return {**values, **groups, **{name: list(values[name]) for name in ("betas", "save_at", "report_at")}}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
@@ -300,16 +300,14 @@ def context_length(config: TrainConfig) -> int:
 def model_config(config: TrainConfig, *, vocab_size: int) -> GPTConfig:
     """Return the model's shape: the preset, the task's `vocab_size`, the run's length, then the overrides.
 
-    Raises:
-        InputError: The vocabulary or the positions are too few for the data.
+    Raises InputError where the vocabulary or the positions are too few for the data.
     """
     rounded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
     length = {} if config.length is None else {"max_length": config.length}
     shape = preset(config.model, **{"vocab_size": rounded, **length, **config.model_overrides})
     if shape.vocab_size < vocab_size:
-        remedy = (
-            "lower mqar.vocabulary" if config.task == MQARTask.name else "prepare the data by the model's tokenizer"
-        )
+        text = config.task != MQARTask.name
+        remedy = "prepare the data by the model's tokenizer" if text else "lower mqar.vocabulary"
         raise InputError(f"vocab_size must be at least the data's {vocab_size}, got {shape.vocab_size}; {remedy}")
     if config.length is not None and shape.max_length < config.length:
         raise InputError(f"max_length must be at least the run's length {config.length}, got {shape.max_length}")

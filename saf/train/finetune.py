@@ -73,10 +73,6 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
 
     It is the smallest number with the largest accuracy on the development share, on which the run in `epochs/trial`
     reports after each epoch. The record is returned, or `{"stopped_at": ...}` after a signal.
-
-    Raises:
-        InputError: A model or settings that freeze or prune heads, a learning rate that depends on the updates, too few
-            examples, or other settings than those of the choice to resume.
     """
     _check_can_choose(config, resume=resume)
     counts = _updates_of_epochs(config, *range(1, MOST_EPOCHS + 1))

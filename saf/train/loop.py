@@ -69,7 +69,9 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
 
     Raises:
         InputError: The folder holds a run already, or other settings than the run to resume; too little memory.
-        CheckpointError: A damaged checkpoint.
+        CheckpointError: The checkpoint is damaged, or is of other data or another model.
+        DataError: The data cannot be used, or are too few.
+        UnsupportedError: The backend or kernel of the settings cannot run here.
         DivergenceError: A loss or gradient that is not finite; nothing of that update was applied.
         OSError: The disk is full; checkpoints up to there are whole.
         RuntimeError: Another process of the group ended.
@@ -100,12 +102,6 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     """Open the task, build or restore model and optimiser, write config.json and open the logs.
 
     A file next to the run's folder is locked as long as `locks` are open. Settings that cannot be used leave no folder.
-
-    Raises:
-        InputError: A run is there already (without `resume`), or has other settings.
-        CheckpointError: The checkpoint is damaged, or is of other data or another model.
-        DataError: The data cannot be used, or are too few.
-        UnsupportedError: The backend or kernel of the settings cannot run here.
     """
     elapsed, folder = Elapsed(), Path(config.out)
     with all_ranks_or_raise():
