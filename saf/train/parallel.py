@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -19,13 +19,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from saf.checkpoint import parameter_state
-from saf.distributed import gloo_group, in_group, on_rank0, rank_and_size, whole_tensor
+from saf.distributed import gloo_group, in_group, rank_and_size, whole_tensor
 from saf.errors import InputError, UnsupportedError
 from saf.machine import Execution
 from saf.models.adapter import adapter_for
 from saf.models.gpt import DecoderLayer
 
-Value = TypeVar("Value")
 ParallelKind = Literal["auto", "none", "ddp", "fsdp"]
 STATE_BYTES = 16
 """Bytes of a parameter's float32 weight, gradient and two moments."""
@@ -69,10 +68,6 @@ class Parallel:
     def any(self, flag: bool) -> bool:
         """Return whether a flag is set on any rank, the same on all."""
         return flag
-
-    def first(self, value: Value) -> Value:
-        """Return rank 0's value, on all of them."""
-        return on_rank0(lambda: value)
 
     def whole(self, *, moments: bool = False) -> AbstractContextManager[None]:
         """Gather the weights, and with `moments` the optimiser's state, on every rank, for an evaluation or an event.
@@ -272,11 +267,9 @@ def parallel_of(kind: ParallelKind, *, parameters: int, execution: Execution) ->
         raise InputError(
             f"parallel={kind!r} needs a group of processes; start `torchrun --nproc-per-node N -m saf pretrain ...`"
         )
-    if kind == "auto" and processes == 1:
-        kind = "none"
-    elif kind == "auto":
-        kind = "ddp"
-        if execution.device.type == "cuda":
+    if kind == "auto":
+        kind = "none" if processes == 1 else "ddp"
+        if kind == "ddp" and execution.device.type == "cuda":
             memory = torch.cuda.get_device_properties(execution.device).total_memory
             kind = "ddp" if STATE_BYTES * parameters <= memory / 2 else "fsdp"
     if kind == "fsdp" and execution.compile and not execution.by_layer:

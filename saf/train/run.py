@@ -97,7 +97,7 @@ class Run:
         if (seconds := self.config.time_budget_seconds) is None:
             return None
         expected = self.elapsed.total + max(self.recent, default=0.0)
-        return self.updater.parallel.first(expected / seconds)  # all ranks must stop at the same update
+        return on_rank0(lambda: expected / seconds)  # all ranks must stop at the same update
 
     def finished(self) -> bool:
         """Return whether the updates are done, or the next one would exceed the budget."""

@@ -286,9 +286,6 @@ class GraphedPasses:
 
 # --- memory
 
-LOGIT_BYTES = 8
-"""Bytes of a logit with its gradient."""
-
 
 class UpdateMemory(NamedTuple):
     """Bytes of an update's memory on one device."""
@@ -318,6 +315,6 @@ def update_memory(shape: GPTConfig, tokens: int, *, recomputes: bool = False, sh
         copies = 2 * parameters
     layer = widths * 2 * tokens * shape.hidden_size
     inputs = 4 * tokens * shape.hidden_size * shape.num_layers  # of a float32 residual stream
-    logits = LOGIT_BYTES * float(shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))
+    logits = 8.0 * (shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))  # with their gradients
     layers = layer + inputs if recomputes else layer * shape.num_layers
     return UpdateMemory(STATE_BYTES * parameters / shards, layers + logits + copies)
