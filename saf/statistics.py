@@ -23,23 +23,22 @@ class AttentionStatistics:
     """
 
     variance: Tensor
-    """`[L, H]` attention variance, paper Eq. (1)."""
+    """`[L, H]` attention variance, Eq. (1)."""
     forward_kl: Tensor
-    """`[L, H]` row-averaged KL from each sequence's pattern to the mean, in nats, paper Eq. (2)."""
+    """`[L, H]` row-averaged KL from each sequence's pattern to the mean, in nats, Eq. (2)."""
     eta_abs: Tensor
-    """`[L, H, T]` weight of each key position in the mean pattern, summed over queries (paper Eq. 4)."""
+    """`[L, H, T]` weight of each key position in the mean pattern, summed over queries, Eq. (S.4); it sums to T."""
     eta_rel: Tensor
-    """`[L, H, T]` weight at each distance u = 0 ... T-1, summed over queries (sums to T; paper Eq. 4)."""
+    """`[L, H, T]` weight at each distance 0 to T - 1, summed over queries, Eq. (S.4); it sums to T."""
     row_entropy: Tensor
-    """`[L, H]` row-averaged entropy of the mean pattern, in nats."""
+    """`[L, H]` row-averaged entropy of the mean pattern, in nats, Eq. (S.4)."""
     length: int
     num_sequences: int
     sequences_hash: str
     """SHA-256 of the calibration tokens."""
     lengths: tuple[int, ...] = ()
-    """Tokens of each sequence, longest first, where they are unequal; `length` is the longest. Then a row's mean and
-    variance are over the sequences that reach it; `variance` and `forward_kl` average the rows that
-    two or more reach, the others all rows of the mean pattern alike."""
+    """Tokens of each sequence, longest first, where they are unequal; `length` is the longest. A row's mean and variance
+    are over the sequences that reach it. Scores average the rows that two or more reach, marginals take all rows."""
     collected: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors by name, see `saf.calibration.COLLECTIONS`; the first dimension follows `collected_heads`."""
     collected_heads: HeadSet = field(default_factory=HeadSet)

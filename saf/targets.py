@@ -145,7 +145,7 @@ def gaussian(
 SCALE = 16.0
 """Factor of the moment estimate of Dirichlet concentrations: the paper's."""
 BOUNDS = (1e-2, 1e6)
-"""Of the concentration: from draws of nearly a single key to draws equal to the mean within about a thousandth."""
+"""Bounds of the concentration: draws of nearly a single key, and draws within about a thousandth of the mean."""
 PARAMETER_FLOOR = 1e-6
 """Smallest parameter in numerical sampling: the paper's."""
 # A row with no more spread over keys, or summed variance over sequences, than this is its mean: in float32 its

@@ -306,18 +306,20 @@ class Collection:
 
     def take(self, layer: int, strip: Strip) -> None:
         """Read a strip of a layer."""
-        chosen = self.heads.in_layer(layer)
-        first = self.heads.index((layer, chosen[0]))
-        rows, keys = slice(strip.start, strip.end), slice(0, strip.end)
-        at = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
-        picked = [self.positions[number] - strip.start for number in at]
+        first = self.heads.index((layer, self.heads.in_layer(layer)[0]))
+        chosen = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
+        place = {
+            "F": slice(first + strip.heads.start, first + strip.heads.stop),
+            "N": slice(None),
+            "Q": slice(strip.start, strip.end),
+            "R": chosen,
+            "K": slice(0, strip.end),
+        }
         for name, kind in self.kinds.items():
-            tensor = self.tensors[name][first : first + len(chosen)][strip.heads]
-            if kind.is_sum:
-                place = (slice(None), keys)[: len(kind.shape)]
-                tensor[place] += kind.value(strip).to(tensor)
-            elif "Q" in kind.shape:
-                place = (slice(None), rows, keys)[: len(kind.shape)]
-                tensor[place] = kind.value(strip).to(tensor)
-            elif at:
-                tensor[..., at, keys] = kind.value(strip)[..., picked, :].to(tensor)
+            if "R" in kind.shape and not chosen:
+                continue
+            tensor, value = self.tensors[name], kind.value(strip)
+            if "R" in kind.shape:
+                value = value[..., [self.positions[number] - strip.start for number in chosen], :]
+            at = tuple(place[letter] for letter in kind.shape)
+            tensor[at] = tensor[at] + value.to(tensor) if kind.is_sum else value.to(tensor)

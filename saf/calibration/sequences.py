@@ -89,17 +89,16 @@ def read_sequences(batches: Iterable[Batch]) -> Sequences:
     if isinstance(batches, Tensor | Mapping):
         raise InputError(f"batches is an iterable of batches, such as a list of one; got a bare {shown(batches)}")
     read = [_read_batch(batch) for batch in batches]
-    rows = [row for tokens, _ in read for row in tokens]
-    targets = [row for _, targets in read for row in targets]
-    if not rows:
+    # Sorting is stable: sequences of equal lengths stay in order.
+    tokens = sorted((row for rows, _ in read for row in rows), key=len, reverse=True)
+    targets = sorted((row for _, rows in read for row in rows), key=len, reverse=True)
+    if not tokens:
         raise InputError("calibration needs at least one sequence, got none; an iterator is read once: pass a list")
-    if not all(map(len, rows)):
+    if not len(tokens[-1]):
         raise InputError("calibration sequences need at least one token; got none")
-    if targets and len(targets) < len(rows):
+    if targets and len(targets) < len(tokens):
         raise InputError("targets must be in every batch or in none")
-    order = sorted(range(len(rows)), key=lambda number: -len(rows[number]))  # stable: equal lengths stay in order
-    sizes = [len(tokens) for tokens, _ in read if tokens]
-    return Sequences([rows[at] for at in order], sizes, [targets[at] for at in order] if targets else None)
+    return Sequences(tokens, [len(rows) for rows, _ in read if rows], targets or None)
 
 
 def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
