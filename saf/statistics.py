@@ -37,8 +37,8 @@ class AttentionStatistics:
     sequences_hash: str
     """SHA-256 of the calibration tokens."""
     lengths: tuple[int, ...] = ()
-    """Tokens of each sequence, longest first, where they are unequal; `length` is the longest. A row's mean and variance
-    are over the sequences that reach it. Scores average the rows that two or more reach, marginals take all rows."""
+    """Tokens of each sequence, longest first, where they are unequal; `length` is the longest. A row's mean and
+    variance are over the sequences that reach it. Scores average the rows that two or more reach."""
     collected: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors by name, see `saf.calibration.COLLECTIONS`; the first dimension follows `collected_heads`."""
     collected_heads: HeadSet = field(default_factory=HeadSet)
