@@ -2,7 +2,7 @@
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -189,39 +189,9 @@ def loss(runs: Sequence[RecordedRun], names: Sequence[str], colours: Sequence[st
     return svg(draw, name="loss")
 
 
-def gap(pairs: Mapping[str, tuple[RecordedRun, RecordedRun]], colours: Mapping[str, str]) -> str:
-    """Return each edited run's training loss above the ordinary one's on the same batches, smoothed; "" without any."""
-    series = {name: gap for name, pair in pairs.items() if (gap := loss_gap(*pair)) is not None}
-    if not series:
-        return ""
-
-    def draw(axis: Axes) -> None:
-        axis.axhline(0, color=COLOUR["ordinary"], lw=1)
-        for name, (updates, values) in series.items():
-            axis.plot(
-                *binned(updates, values, SMOOTH_POINTS, fewest=5),
-                color=COLOUR[colours[name]],
-                lw=1.6,
-                label=_label(name),
-            )
-        axis.set(xlabel="update", title="Loss above the ordinary arm's, nats")
-        axis.legend()
-
-    return svg(draw, name="gap")
-
-
 def _label(name: str) -> str:
     """Escape a dollar, which would begin mathematics."""
     return plain(name).replace("$", r"\$")
-
-
-def loss_gap(ordinary: RecordedRun, edited: RecordedRun) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return the updates after the first event and the difference of both runs' losses; None for too few."""
-    left, right = (dict(zip(*map(np.ndarray.tolist, _losses(run)), strict=True)) for run in (ordinary, edited))
-    common = [update for update in sorted(left.keys() & right.keys()) if update > (edited.freeze_update or 0)]
-    if len(common) < 2:
-        return None
-    return np.array(common), np.array([right[update] - left[update] for update in common])
 
 
 def _losses(run: RecordedRun) -> tuple[np.ndarray, np.ndarray]:

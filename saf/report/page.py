@@ -63,6 +63,7 @@ def _render(
 
     colours = dict(zip(names, arm_colours(runs), strict=True))
     edited = [(run, name) for run, name in zip(runs, names, strict=True) if run.edited_heads]
+    trained = [(run, name, colours[name]) for run, name in zip(runs, names, strict=True) if run.metrics]
     template = files("saf.report").joinpath("page.html").read_text(encoding="utf-8")
     return (
         Environment(autoescape=True, finalize=finalize)
@@ -75,25 +76,11 @@ def _render(
             headline=headline(runs, comparisons),
             warnings=list(_warnings(comparisons)),
             maps=[_map(run, name, number, several=len(edited) > 1) for number, (run, name) in enumerate(edited)],
-            curves=list(_curves(runs, names, comparisons, colours)),
+            curve=Markup(figures.loss(*zip(*trained, strict=True))) if trained else None,
             tables=tables,
             provenance=_provenance(runs, names),
         )
     )
-
-
-def _curves(
-    runs: Sequence[RecordedRun],
-    names: Sequence[str],
-    comparisons: Sequence[ArmComparison],
-    colours: Mapping[str, str],
-) -> Iterator[Markup]:
-    trained = [(run, name, colours[name]) for run, name in zip(runs, names, strict=True) if run.metrics]
-    if trained:
-        yield Markup(figures.loss(*zip(*trained, strict=True)))
-    pairs = {each.name: (each.ordinary, each.frozen) for each in comparisons if each.ordinary.metrics}
-    if picture := figures.gap(pairs, colours):
-        yield Markup(picture)
 
 
 def headline(runs: Sequence[RecordedRun], comparisons: Sequence[ArmComparison]) -> str:
