@@ -1,6 +1,6 @@
 """Benchmarks for developers, on the paired protocol of `saf.bench`: `python -m benchmarks.NAME`, from a checkout."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +11,21 @@ from saf.distributed import process_group
 from saf.report.benchmarks import tables
 
 
-def run(
-    kind: type, measure: Callable[..., dict[str, Any]], words: Sequence[str] | None, *, prog: str
-) -> dict[str, Any]:
-    """Parse settings of a dataclass, measure, print the tables of the record, and return it."""
+def command(
+    kind: type,
+    measure: Callable[..., dict[str, Any]],
+    *,
+    prog: str,
+    exit_code: Callable[[dict[str, Any]], int] = lambda record: 0,
+) -> Callable[..., int]:
+    """Return a script's `main`: it parses settings of a dataclass, measures, and prints the tables of the record."""
 
-    def command(settings: Any, out: Path | None = None, json: bool = False) -> dict[str, Any]:
+    def run(settings: Any, out: Path | None = None, json: bool = False) -> int:
         with process_group(getattr(settings, "device", "auto")):
             record = measure(settings, out=out)
         show(record, *tables(record), as_json=json)
-        return record
+        return exit_code(record)
 
-    command.__annotations__["settings"] = tyro.conf.OmitArgPrefixes[kind]  # type: ignore[valid-type]
-    command.__doc__ = kind.__doc__
-    return tyro.cli(command, args=words, prog=f"python -m benchmarks.{prog}")
+    run.__annotations__["settings"] = tyro.conf.OmitArgPrefixes[kind]  # type: ignore[valid-type]
+    run.__doc__ = kind.__doc__
+    return lambda words=None: tyro.cli(run, args=words, prog=f"python -m benchmarks.{prog}")

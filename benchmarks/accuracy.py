@@ -7,7 +7,7 @@ times, and its logits compared with those of a new model in each state.
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from benchmarks import run
+from benchmarks import command
 from saf.bench.models import synthetic_patterns
 from saf.bench.protocol import Session
 from saf.bench.speed import require
@@ -369,12 +369,14 @@ def draw_change(kinds: dict[Head, str], generator: torch.Generator) -> dict[Head
     return dict.fromkeys(heads, "live" if undo else ("frozen", "pruned")[choice == 1])
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 where rows are above their limits, and name them."""
-    failed = above_limits(run(Accuracy, measure, words, prog="accuracy"))
-    print("\n".join(failed), file=sys.stderr, end="\n" if failed else "")
-    return 1 if failed else 0
+def failed(record: Row) -> int:
+    """Print the rows above their limits; return 1 where there are some."""
+    rows = above_limits(record)
+    print("\n".join(rows), file=sys.stderr, end="\n" if rows else "")
+    return 1 if rows else 0
 
+
+main = command(Accuracy, measure, prog="accuracy", exit_code=failed)
 
 if __name__ == "__main__":
     sys.exit(main())

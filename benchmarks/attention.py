@@ -6,14 +6,13 @@ their mixing, so this stands between `saf bench op`, heads without projections, 
 
 import gc
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from benchmarks import run
+from benchmarks import command
 from saf.bench.protocol import Arm, Point, Subject
 from saf.bench.speed import measure, require
 from saf.bench.subjects import Passes, PassSpeed
@@ -71,11 +70,7 @@ class AttentionLayers(nn.Module):
         return output[0] if isinstance(output, tuple) else output
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    run(Attention, measure, words, prog="attention")
-    return 0
-
+main = command(Attention, measure, prog="attention")
 
 if __name__ == "__main__":
     sys.exit(main())

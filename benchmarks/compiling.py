@@ -13,7 +13,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import cycle
@@ -23,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 import saf
-from benchmarks import run
+from benchmarks import command
 from saf.bench import Update
 from saf.bench.models import ModelPlan, heads_per_layer, synthetic_patterns
 from saf.bench.protocol import Arm, Point, Session
@@ -121,10 +120,7 @@ def stand_still(updater: Updater) -> dict[str, float]:
     return {"lost_s": lost, "first_s": seconds[0], "update_s": speed}
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command; return 1 where something could not be measured."""
-    return 1 if run(Compiling, measure, words, prog="compiling")["left_out"] else 0
-
+main = command(Compiling, measure, prog="compiling", exit_code=lambda record: bool(record["left_out"]))
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,7 +6,6 @@ order is measured by itself, and the mean of their ratios is reported.
 
 import sys
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import cycle, islice
@@ -15,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from benchmarks import run
+from benchmarks import command
 from saf.bench.models import ModelPlan
 from saf.bench.protocol import GRAPH, Arm, Point, Subject, kernels_of
 from saf.bench.speed import ModelSpeed, measure, require
@@ -139,11 +138,7 @@ class FinetuneSubject(UpdateSubject):
         return kernels_of(lambda: [each.update(LEARNING_RATE) for each in block], self.device)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    run(Finetuning, measure, words, prog="finetuning")
-    return 0
-
+main = command(Finetuning, measure, prog="finetuning")
 
 if __name__ == "__main__":
     sys.exit(main())

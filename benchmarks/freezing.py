@@ -14,7 +14,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor
 
-from benchmarks import run
+from benchmarks import command
 from saf.bench.models import ModelPlan, is_folder
 from saf.bench.protocol import Arm, Point, Session, clean_process, wait_for
 from saf.bench.speed import require
@@ -160,11 +160,7 @@ def structure_(model: GPT, generator: torch.Generator) -> None:
             rows += strength.sqrt().to(weight)[:, None, None] * read
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    run(Freezing, measure, words, prog="freezing")
-    return 0
-
+main = command(Freezing, measure, prog="freezing")
 
 if __name__ == "__main__":
     sys.exit(main())

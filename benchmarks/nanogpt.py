@@ -10,14 +10,13 @@ and 50,304 tokens; both take micro-batches that are on the device already. A sec
 
 import importlib.util
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from benchmarks import run
+from benchmarks import command
 from saf.bench import Update, measure
 from saf.bench.protocol import Arm, Comparison, Point, Subject, kernels_of, row_block
 from saf.bench.speed import require
@@ -106,11 +105,7 @@ class NanoGPT:
         return kernels_of(self.update, self.device)
 
 
-def main(words: Sequence[str] | None = None) -> int:
-    """Run the command."""
-    run(AgainstNanoGPT, measure, words, prog="nanogpt")
-    return 0
-
+main = command(AgainstNanoGPT, measure, prog="nanogpt")
 
 if __name__ == "__main__":
     sys.exit(main())

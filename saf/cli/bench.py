@@ -68,4 +68,5 @@ def parse_words(words: Sequence[str]) -> _Bench:
     """Parse the benchmark's command; without its name the help lists the benchmarks."""
     if words and words[0] in COMMANDS:
         return parse(COMMANDS[words[0]], words[1:], prog=f"saf bench {words[0]}", first=FIRST)
+    words = ["--help" if word == "--help-all" else word for word in words or ["--help"]]
     return tyro.cli(Command, args=words, prog="saf bench", description="Time a frozen model against an ordinary one.")
