@@ -61,7 +61,7 @@ gpu: $(READY) ## The tests that need a CUDA device
 	@$(BIN)/python -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else "make gpu needs a CUDA device and a CUDA build of torch")'
 	@$(BIN)/python -m pytest tests/gpu -m gpu $(PYTEST_ARGS)
 
-sanitize: $(READY) ## A small call of every kernel under compute-sanitizer; needs CUDA and its toolkit
+sanitize: $(READY) ## The kernels' test cases under compute-sanitizer; needs CUDA and its toolkit
 	@PYTHON=$(BIN)/python tools/sanitize.sh
 
 clean: ## Remove .venv, caches and build products; runs and results stay

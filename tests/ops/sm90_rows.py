@@ -38,7 +38,7 @@ SHAPES = [
 """Positions, sequences, heads, channels."""
 HALF_SHAPES = [(512, 4, 3, 64), (512, 64, 3, 64), (4096, 2, 4, 192)]
 """Those of float16: its kernels are bfloat16's with another type, but for short inputs' scaling."""
-FUSED = {torch.bfloat16: (64, 96, 128, 192), torch.float32: (64, 128, 192)}
+FUSED = {torch.bfloat16: (64, 96, 128, 192), torch.float32: (64, 192)}
 """Channels of the fused kernels."""
 DECODE = {torch.bfloat16: (8, 64, 96, 128, 256), torch.float16: (128,)}
 """Channels of decoding: 8 are padded to 16, 96 to 128; float16 is bfloat16 by another name, so bfloat16 has all."""
@@ -141,7 +141,7 @@ def fused_rows() -> Iterator[tuple[str, list[Launch]]]:
             yield name, recorded(fused_forward, query, query, value, maps, patterns, config=config)
             operands = value, query, query, value, value, lse
             yield name, recorded(fused_backward, *operands, maps, patterns)
-            if dtype == torch.bfloat16 and dim <= 128:
+            if dtype == torch.bfloat16 and dim <= 128:  # others take the same blocks
                 maps = HeadMaps.build(kinds[:3], range(3), "meta")
                 config = fused_config(dim=dim, dtype=dtype, few=True)
                 few = [x[:, :, :512] for x in (query, query, value[:, :3])]
