@@ -62,18 +62,3 @@ def test_no_worse_than_twice_pytorchs_own_attention(dtype):
     ours = run(dataclasses.replace(case, frozen=(0, 1, 2), patterns=("ripple",)), "cpu")
     for name in ("output", "value"):
         assert ours.relative(name) <= min(2 * theirs.relative(name), BUDGET[dtype]), (name, theirs.relative(name))
-
-
-def test_a_wrong_result_is_noticed():
-    """A row off by one in a hundred, a head shifted by a row, a gradient missing or of the wrong sign, one NaN."""
-    for spoil in (
-        lambda x: x["output"][:, 2, 50].mul_(1.01),
-        lambda x: x["output"][:, 3].copy_(x["output"][:, 3].roll(1, 1)),
-        lambda x: x["value"][:, 3].zero_(),
-        lambda x: x["key"][:, 0].mul_(-1),
-        lambda x: x["output"][0, 2, 5].fill_(torch.nan),
-    ):
-        result = run(Case(length=129, dtype=torch.float32), "cpu")
-        assert result.problems() == []
-        spoil(result.found)
-        assert result.problems()
