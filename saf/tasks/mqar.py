@@ -170,7 +170,7 @@ class MQARTask(Task):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that examples are made from, and of the first training example."""
+        """SHA-256 of all that decides the examples, and of the first training example."""
         first = self.batch(0, 1)[0]
         text = json.dumps({"task": self.name, "seed": self.settings.seed, **self.mqar.to_dict()}, sort_keys=True)
         return hashlib.sha256(text.encode() + first.numpy().astype("<i8").tobytes()).hexdigest()

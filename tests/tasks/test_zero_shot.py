@@ -1,12 +1,22 @@
-"""Public files of zero-shot tasks, read as the hub names their columns."""
+"""Public files of zero-shot tasks, read as the hub names their columns; records of answers, and two by hand."""
 
 import gzip
 import json
 
 import pytest
 
-from saf.errors import DataError
-from saf.tasks.zero_shot import ZERO_SHOT, read_questions, split_context
+from saf.compare import compare_zero_shot, pair_tables, verdict
+from saf.errors import CompareError, DataError, InputError
+from saf.records.table import markdown_of
+from saf.tasks.zero_shot import (
+    ZERO_SHOT,
+    TaskAnswers,
+    read_questions,
+    read_zero_shot,
+    split_context,
+    zero_shot_record,
+    zero_shot_tables,
+)
 
 LINES = {
     "hellaswag": ("hellaswag_val.jsonl", {"activity_label": "Roof", "endings": ["a", "b", "c", "d"], "label": 3}),
@@ -74,3 +84,96 @@ def test_a_file_that_is_missing_or_wrong_is_named(tmp_path, task, file, text, wo
 def test_the_shared_files_are_read(shared):
     counts = {name: len(read_questions(name, shared / "data" / "tasks").rows) for name in ZERO_SHOT}
     assert counts == {"hellaswag": 5021, "piqa": 919, "arc_easy": 1188, "sst2": 436, "boolq": 1635}
+
+
+# --- records
+
+
+def answers(taken: str, right: str, **more) -> list[dict]:
+    """Answers by the numbers of choices taken and right, a digit a question."""
+    common = {"shortened": False, "log_probs": [0.0], **more}
+    return [
+        {"id": str(n), "answer": int(b), "taken": int(a), "right": a == b, **common}
+        for n, (a, b) in enumerate(zip(taken, right, strict=True))
+    ]
+
+
+ORDINARY = {"architecture": "llama", "vocab_size": 9, "heads_by_layer": [2], "frozen": 0, "pruned": 0}
+FROZEN = ORDINARY | {"frozen": 1}
+
+
+def evaluation(folder, *, longest: int = 8, precision: str = "fp32", of: dict = FROZEN, checkpoints=None, **tasks):
+    labels = {"sst2": ("negative", "positive")}
+    answered = {
+        name: TaskAnswers.of(each, labels=list(labels.get(name, ())), version="1") for name, each in tasks.items()
+    }
+    head = {"out": folder, "checkpoints": checkpoints}
+    return zero_shot_record(answered, {}, facts={"longest": longest, "precision": precision, "of": of}, **head)
+
+
+def test_two_evaluations_are_paired_by_question(tmp_path):
+    right = {"sst2": "1111100000", "piqa": "0101010101"}
+    record = evaluation(
+        tmp_path / "a",
+        sst2=answers("1111100011", right["sst2"]),
+        piqa=answers("0101010101", right["piqa"], right_norm=True),
+    )
+    assert record["tasks"]["sst2"]["taken"] == {"0": 3, "1": 7}
+    assert record["tasks"]["piqa"]["accuracy_norm"] == 1.0
+    text = " ".join(map(markdown_of, zero_shot_tables(record)))
+    assert "negative 3, positive 7" in text
+    assert "A 5, B 5" in text
+    # Two more are right in SST-2; six are lost and none gained in PIQA.
+    evaluation(tmp_path / "b", sst2=answers("1111100000", right["sst2"]), piqa=answers("1010101101", right["piqa"]))
+    comparison = compare_zero_shot(tmp_path / "a", tmp_path / "b")
+    one, two = comparison["tasks"]["sst2"], comparison["tasks"]["piqa"]
+    assert (one["gained"], one["lost"], one["difference"]) == (2, 0, pytest.approx(0.2))
+    assert (two["gained"], two["lost"], two["difference"]) == (0, 7, pytest.approx(-0.7))
+    assert (one["p_value"], two["p_value"]) == (pytest.approx(0.5), pytest.approx(2 / 128))
+    assert (one["p_holm"], two["p_holm"]) == (pytest.approx(0.5), pytest.approx(2 * 2 / 128))
+    assert comparison["mean_difference"] == pytest.approx(-0.25)
+    assert one["taken"] == [{"0": 3, "1": 7}, {"0": 5, "1": 5}]
+    # sd of the paired changes (eight 0, two 1) is 0.4: over the square root of ten questions.
+    assert one["standard_error"] == pytest.approx(0.4 / 10**0.5)
+    shown = " ".join(map(markdown_of, pair_tables(comparison)))
+    assert "negative 5, positive 5 | negative 3, positive 7 | negative 5, positive 5" in shown
+    assert "Mean change −25.00 points" in shown
+    assert verdict(comparison).startswith("Cost: accuracy −25.00 points on average over 2 tasks, −70.00 (")
+
+
+def test_what_cannot_be_paired_is_refused(tmp_path):
+    same = answers("01", "01")
+    evaluation(tmp_path / "a", sst2=same)
+    others = {
+        "differ in tasks": {"piqa": same},
+        "different questions": {"sst2": answers("01", "11")},
+        "differ in precision": {"sst2": same, "precision": "bf16"},
+        "differ in longest": {"sst2": [{**one, "shortened": True} for one in same], "longest": 9},
+    }
+    for number, (words, settings) in enumerate(others.items()):
+        evaluation(tmp_path / str(number), **settings)
+        with pytest.raises(CompareError, match=words):
+            compare_zero_shot(tmp_path / "a", tmp_path / str(number))
+    evaluation(tmp_path / "longer", sst2=same, longest=9)
+    assert compare_zero_shot(tmp_path / "a", tmp_path / "longer")["tasks"]["sst2"]["difference"] == 0
+    refused = {
+        "b has no frozen or pruned heads; name": {"of": ORDINARY},
+        r"heads_by_layer: \[2\] in the ordinary arm, \[3\] in the frozen": {"of": FROZEN | {"heads_by_layer": [3]}},
+        r"architecture: 'llama' in the ordinary arm, 'gemma2' in": {"of": FROZEN | {"architecture": "gemma2"}},
+        "derived from ffff, which is not": {"checkpoints": {"model": "b", "parent": "ffff"}},
+    }
+    evaluation(tmp_path / "a", sst2=same, checkpoints={"model": "a", "parent": "0"})
+    for words, settings in refused.items():
+        evaluation(tmp_path / "b", sst2=same, **settings)
+        with pytest.raises(CompareError, match=words):
+            compare_zero_shot(tmp_path / "a", tmp_path / "b")
+    comparison = compare_zero_shot(tmp_path / "a", tmp_path / "b", allow_differences=True)
+    assert "parent: the frozen model was derived from ffff" in " ".join(pair_tables(comparison)[0].notes)
+    # Frozen in the other one, in what that was frozen in, or from a parent that no file names.
+    for origin in ("a", "0", None):
+        evaluation(tmp_path / "b", sst2=same, checkpoints={"model": "b", "parent": origin})
+        assert compare_zero_shot(tmp_path / "a", tmp_path / "b")["differences"] == []
+    with open(tmp_path / "a" / "zero_shot.jsonl", "a") as file:
+        file.write("{}\n")
+    with pytest.raises(InputError, match=r"zero_shot\.jsonl"):
+        read_zero_shot(tmp_path / "a")
