@@ -2,6 +2,8 @@
 
 import fcntl
 import hashlib
+import os
+import threading
 from itertools import chain
 
 import numpy as np
@@ -118,6 +120,15 @@ def test_limits(source, texts, tmp_path):
     data = prepare(tmp_path / "one.txt", tmp_path / "c", split_characters=400, max_bytes=9_000, **options)
     assert data.index["sources"][0]["bytes"] == 9_000
     assert max(map(len, [*heldout_documents(data), *partition_documents(data, "train")])) <= 400
+
+
+def test_a_source_is_read_once_and_may_be_a_pipe(source, settings, prepared, tmp_path):
+    pipe = tmp_path / "pipe.jsonl"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=lambda: pipe.write_bytes(source.read_bytes()), daemon=True)
+    writer.start()
+    assert prepare(pipe, tmp_path / "data", **settings).fingerprint == TokenData.open(prepared).fingerprint
+    writer.join()
 
 
 @pytest.mark.parametrize(
