@@ -1,6 +1,7 @@
 """A training run from top to bottom: `pretrain` starts it, makes updates and events, saves, stops at a signal, reports.
 
-`Run` (run.py) is its state, `Updater` (step.py) makes one update, `apply_event` (events.py) changes heads.
+`Run` (run.py) is its state, `Updater` (step.py) makes one update, `apply_event` (events.py) changes heads. The order of
+a run comes first, then the parts of its start and of its result.
 """
 
 import hashlib
@@ -95,9 +96,6 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
         return finish(run)
 
 
-# --- the start: checks, model and optimiser, the folder
-
-
 def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     """Open the task, build or restore model and optimiser, write config.json and open the logs.
 
@@ -126,7 +124,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         origin = _open_origin(config, folder, shape, task, resume=resume)
         start = origin.parent["update"] if origin.parent else 0
         _check_budget(config, start)
-        parts, proposer = _restore(config, execution, task, shape, parallel, origin)
+        updater, proposer = _restore(config, execution, task, shape, parallel, origin)
     # All ranks have looked at the folder before the first one writes.
     shared = {"model": shape, "task": task, "execution": execution, "parent": origin.parent}
     record = run_config(config, **shared, processes=parallel.processes)
@@ -138,8 +136,8 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         folder=folder,
         execution=execution,
         task=task,
-        model=parts["model"],
-        updater=Updater(**parts),  # ranks that train together wait for each other in it
+        model=updater["model"],
+        updater=Updater(**updater),  # ranks that train together wait for each other in it
         proposer=proposer,
         elapsed=elapsed,
         start=start,
@@ -152,8 +150,107 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     if is_rank0():
         run.open_log_()
     if parallel.processes > 1:
-        run.say(f"{parallel.processes} processes ({parallel.kind}) take {parts['accumulation']} micro-batches each")
+        run.say(f"{parallel.processes} processes ({parallel.kind}) take {updater['accumulation']} micro-batches each")
     return run
+
+
+def _train(run: Run, stop: "StopRequest") -> bool:
+    """Run updates to the end; return False when a signal stopped them."""
+    config = run.config
+    run.model.train()
+    run.elapsed.enter("train")
+    if run.update == 0 and run.parent_hash is None and 0 in config.branch_updates:
+        run.save()
+    apply_due_events_(run, saved=run.update == run.start and run.parent_hash is not None)
+    _report_between(run)
+    while not run.finished():
+        record = run.run_update()
+        if run.proposer:
+            run.proposer.observe(run.update, record["loss"])
+        if config.eval_every and run.update % config.eval_every == 0:
+            run.controller_loss("periodic")
+        periodic = config.save_every and run.update % config.save_every == 0
+        finished = run.finished()
+        # Read once: a signal that comes while this line runs waits for the next update, which is then saved.
+        stopping = run.updater.parallel.any(stop.requested) and not finished
+        if not finished and (stopping or periodic or run.update in config.branch_updates):
+            run.save()
+        if stopping:
+            return False
+        apply_due_events_(run)
+        _report_between(run)
+    run.elapsed.enter(None)
+    if run.update > run.start or run.changed:
+        run.save()
+    return True
+
+
+def apply_due_events_(run: Run, *, saved: bool = False) -> None:
+    """Apply the events that are due, after a checkpoint of the state before them, unless there is one (`saved`).
+
+    None is due where the run's budget allows no update after it. The place in the training data does not move.
+    """
+    budget, proposer = run.budget_share(), run.proposer
+    if budget is not None and budget > 1:
+        return
+    while proposer and (event := proposer.propose(run.update)):
+        if not saved:
+            run.save()
+        saved = True
+        proposer.done(event, _apply_event_(run, resolve_event(event, run.config)))
+        if not needs_gradient(run.config, proposer):
+            run.updater.gradient = None
+
+
+def _apply_event_(run: Run, event: Event) -> Outcome:
+    """Apply one event and record it, with the controller loss before and after."""
+    before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
+    with run.elapsed("freeze"), run.updater.parallel.whole(moments=True):
+        with all_ranks_or_raise():
+            change = apply_event(run, event)
+        run.updater.compile_()
+    after = run.controller_loss(f"after_{event.kind}", batches=event.batches)
+    losses = {"loss_before": before, "loss_after": after}
+    with run.elapsed("freeze"):
+        values = {**losses, "seconds": change.seconds, **change.values}
+        number = run.record_event(event, change.heads, values, change.tensors)
+    run.say(f"{change.summary}; took {sum(change.seconds.values()):.1f} s")
+    return change.outcome(number, **losses)
+
+
+def _report_between(run: Run) -> None:
+    """Report on the model where the settings ask for it before the end, unless a report is there from before."""
+    path = _report_path(run, run.update)
+    if run.update not in run.config.report_at or run.finished() or on_rank0(path.is_file):
+        return
+    with run.elapsed(None), run.updater.parallel.whole():
+        checkpoints = {"parent": run.parent_hash}
+        report = run.task.report(run.model, run.execution, folder=path.parent, checkpoints=checkpoints)
+        on_rank0(lambda: write_json(path, report))
+
+
+def _report_path(run: Run, update: int) -> Path:
+    return run.folder / "reports" / f"update-{update}" / "report.json"
+
+
+def finish(run: Run) -> dict[str, Any]:
+    """Evaluate the reporting partition, write result.json and return it; every rank calls this.
+
+    Raises InputError where the run's time was over before the first update.
+    """
+    final, budget = on_rank0(lambda: latest(run.checkpoints)), run.config.time_budget_seconds
+    if final is None or (budget is not None and run.update == run.start):
+        raise InputError(
+            f"time_budget_seconds={budget:g} must allow an update, and {run.elapsed.total:.1f} s passed before the "
+            "first one; allow more time, in another folder"
+        )
+    with run.updater.parallel.whole():
+        checkpoints: dict[str, str | None] = {"final": on_rank0(lambda: checkpoint_hash(final))}
+        report = run.task.report(run.model, run.execution, folder=run.folder, checkpoints=checkpoints)
+    return on_rank0(lambda: _write_result(run, final, report))
+
+
+# --- the start: checks, the checkpoint that training goes on from, the folder
 
 
 def _check_folder(folder: Path, config: TrainConfig, *, resume: bool) -> None:
@@ -347,106 +444,7 @@ def _write_folder_(folder: Path, config: TrainConfig, record: dict[str, Any], or
         inherit_events(Path(origin.parent["path"]), folder)
 
 
-# --- updates and events
-
-
-def _train(run: Run, stop: "StopRequest") -> bool:
-    """Run updates to the end; return False when a signal stopped them."""
-    config = run.config
-    run.model.train()
-    run.elapsed.enter("train")
-    if run.update == 0 and run.parent_hash is None and 0 in config.branch_updates:
-        run.save()
-    apply_due_events_(run, saved=run.update == run.start and run.parent_hash is not None)
-    _report_between(run)
-    while not run.finished():
-        record = run.run_update()
-        if run.proposer:
-            run.proposer.observe(run.update, record["loss"])
-        if config.eval_every and run.update % config.eval_every == 0:
-            run.controller_loss("periodic")
-        periodic = config.save_every and run.update % config.save_every == 0
-        finished = run.finished()
-        # Read once: a signal that comes while this line runs waits for the next update, which is then saved.
-        stopping = run.updater.parallel.any(stop.requested) and not finished
-        if not finished and (stopping or periodic or run.update in config.branch_updates):
-            run.save()
-        if stopping:
-            return False
-        apply_due_events_(run)
-        _report_between(run)
-    run.elapsed.enter(None)
-    if run.update > run.start or run.changed:
-        run.save()
-    return True
-
-
-def apply_due_events_(run: Run, *, saved: bool = False) -> None:
-    """Apply the events that are due, after a checkpoint of the state before them, unless there is one (`saved`).
-
-    None is due where the run's budget allows no update after it. The place in the training data does not move.
-    """
-    budget, proposer = run.budget_share(), run.proposer
-    if budget is not None and budget > 1:
-        return
-    while proposer and (event := proposer.propose(run.update)):
-        if not saved:
-            run.save()
-        saved = True
-        proposer.done(event, _apply_event_(run, resolve_event(event, run.config)))
-        if not needs_gradient(run.config, proposer):
-            run.updater.gradient = None
-
-
-def _apply_event_(run: Run, event: Event) -> Outcome:
-    """Apply one event and record it, with the controller loss before and after."""
-    before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
-    with run.elapsed("freeze"), run.updater.parallel.whole(moments=True):
-        with all_ranks_or_raise():
-            change = apply_event(run, event)
-        run.updater.compile_()
-    after = run.controller_loss(f"after_{event.kind}", batches=event.batches)
-    losses = {"loss_before": before, "loss_after": after}
-    with run.elapsed("freeze"):
-        values = {**losses, "seconds": change.seconds, **change.values}
-        number = run.record_event(event, change.heads, values, change.tensors)
-    run.say(f"{change.summary}; took {sum(change.seconds.values()):.1f} s")
-    return change.outcome(number, **losses)
-
-
-# --- reports and result.json
-
-
-def _report_between(run: Run) -> None:
-    """Report on the model where the settings ask for it before the end, unless a report is there from before."""
-    path = _report_path(run, run.update)
-    if run.update not in run.config.report_at or run.finished() or on_rank0(path.is_file):
-        return
-    with run.elapsed(None), run.updater.parallel.whole():
-        checkpoints = {"parent": run.parent_hash}
-        report = run.task.report(run.model, run.execution, folder=path.parent, checkpoints=checkpoints)
-        on_rank0(lambda: write_json(path, report))
-
-
-def _report_path(run: Run, update: int) -> Path:
-    return run.folder / "reports" / f"update-{update}" / "report.json"
-
-
-def finish(run: Run) -> dict[str, Any]:
-    """Evaluate the reporting partition, write result.json and return it; every rank calls this.
-
-    Raises InputError where the run's time was over before the first update.
-    """
-    final, budget = on_rank0(lambda: latest(run.checkpoints)), run.config.time_budget_seconds
-    if final is None or (budget is not None and run.update == run.start):
-        raise InputError(
-            f"time_budget_seconds={budget:g} must allow an update, and {run.elapsed.total:.1f} s passed before the "
-            "first one; allow more time, in another folder"
-        )
-    with run.updater.parallel.whole():
-        checkpoints: dict[str, str | None] = {"final": on_rank0(lambda: checkpoint_hash(final))}
-        report = run.task.report(run.model, run.execution, folder=run.folder, checkpoints=checkpoints)
-    return on_rank0(lambda: _write_result(run, final, report))
+# --- result.json
 
 
 def _write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
