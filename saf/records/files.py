@@ -114,7 +114,7 @@ def _reading(path: Path, error: type[SafError], advice: str) -> Iterator[None]:
         problem = f"is not a readable safetensors file: {reason}"
     except OSError as reason:
         problem = f"cannot be read: {reason.strerror}"
-    except (ValueError, RecursionError) as reason:  # RecursionError: too many brackets
+    except ValueError as reason:
         problem = f"is not valid JSON: {reason}"
     raise _error(error, path, problem, advice) from None
 
@@ -160,7 +160,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         record = json.loads(line)
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise InputError(f"{path}, line {number}, is not valid JSON: {error}") from None
     if not isinstance(record, dict):
         raise InputError(f"{path}, line {number}, must hold a JSON object; got {type(record).__name__}")
