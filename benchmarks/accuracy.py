@@ -66,8 +66,6 @@ class Accuracy:
     """Backends of frozen heads; by default every one that runs on the device."""
     precisions: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")
     """fp32 throughout; bf16 autocast over fp32 weights (operators: operands in bf16)."""
-    kernel: str = "auto"
-    """Attention kernel of live heads, on both sides."""
     transitions: int = 0
     """Freeze, prune and undo heads of a model so many times too, in fp32."""
     seed: int = 0
@@ -126,8 +124,8 @@ def layer_rows(settings: Accuracy, layer: "Layer", backend: str | None, precisio
     autocast = torch.bfloat16 if precision == "bf16" else None
     edit: Any = {"frozen": backend is not None, "pruned": backend is None}
     exact, eager = layer.eager(dtype=torch.float64, **edit), layer.eager(autocast=autocast, **edit)
-    result = layer.model(backend=backend, pruned=backend is None, kernel=settings.kernel, autocast=autocast)
-    unfrozen = layer.model(backend=None, kernel=settings.kernel, autocast=autocast)
+    result = layer.model(backend=backend, pruned=backend is None, autocast=autocast)
+    unfrozen = layer.model(backend=None, autocast=autocast)
     unfrozen_exact = layer.eager(frozen=False, dtype=torch.float64)
     for name in TENSORS:
         errors, baseline = distance(result[name], exact[name]), distance(unfrozen[name], unfrozen_exact[name])
@@ -148,7 +146,7 @@ def operator_rows(settings: Accuracy, layer: "Layer", backend: str, precision: s
     result = mixing_errors(lambda x: frozen_attention(x, frozen), weights, value, upstream)
     scores = query.double() @ key.double().mT * settings.head_dim**-0.5
     softmax = scores.masked_fill(future(settings.length, value.device), -torch.inf).softmax(-1)
-    baseline = mixing_errors(partial(live_attention, query, key, kernel=settings.kernel), softmax, value, upstream)
+    baseline = mixing_errors(partial(live_attention, query, key), softmax, value, upstream)
     for name, errors in result.items():
         limit = min(TOLERANCE[dtype], SDPA_FACTOR * baseline[name]["relative_l2"])
         yield row_of("operator", name, errors, baseline[name], limit)
@@ -173,17 +171,9 @@ def distance(result: Tensor, exact: Tensor) -> Errors:
 
 
 def row_of(part: str, tensor: str, errors: Errors, baseline: Errors, limit: float, eager: Errors | None = None) -> Row:
-    """Return a row."""
-    within = errors["relative_l2"] <= limit
-    return {
-        "part": part,
-        "tensor": tensor,
-        **errors,
-        "beside": baseline,
-        "limit": limit,
-        "within": within,
-        "eager": eager,
-    }
+    """Return the row of a tensor of a part; `beside` has the baseline's errors."""
+    row = {"part": part, "tensor": tensor, **errors, "beside": baseline, "limit": limit}
+    return row | {"within": errors["relative_l2"] <= limit, "eager": eager}
 
 
 def future(length: int, device: torch.device) -> Tensor:
@@ -247,7 +237,7 @@ class Layer:
         return named(output, x, value.grad, {role: leaf.grad for role, leaf in leaves.items()})
 
     def model(
-        self, *, backend: str | None, kernel: str = "auto", autocast: torch.dtype | None = None, pruned: bool = False
+        self, *, backend: str | None, autocast: torch.dtype | None = None, pruned: bool = False
     ) -> dict[str, Tensor]:
         """Run as a model does: live heads in PyTorch's attention, frozen ones (none without a backend) in a backend.
 
@@ -274,7 +264,7 @@ class Layer:
             query, key = (rotate(part, rotation).transpose(1, 2) for part in parts[:2])
             value = parts[2].transpose(1, 2)
             value.retain_grad()
-            output = F.linear(flat_heads(mixed_attention(query, key, value, frozen, kernel=kernel)), own["output"])
+            output = F.linear(flat_heads(mixed_attention(query, key, value, frozen)), own["output"])
         output.backward(self.upstream.to(output.dtype))
         assert value.grad is not None
         ordered = value.grad.new_zeros(x.shape[0], self.heads.num_heads, *value.grad.shape[2:])

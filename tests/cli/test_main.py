@@ -24,6 +24,8 @@ def test_every_command_has_help(saf):
     for name in (*COMMANDS, "bench update"):
         code, out, _ = saf(*name.split(), "--help")
         assert (code, f"usage: saf {name}" in out) == (0, True)
+    assert all(saf("bench", *words)[:2] == saf("bench", "--help")[:2] for words in ([], ["--help-all"]))
+    assert saf("data", "info")[0] == 2
 
 
 @pytest.mark.parametrize("words", [["freeze"], ["pretrain"], ["finetune"], ["bench", "update"]], ids=" ".join)
