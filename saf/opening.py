@@ -95,11 +95,6 @@ def find_model(path: Path | str, *, optimizer: bool = False) -> "ModelFolder":
         CheckpointError: A checkpoint is damaged.
     """
     path = Path(path)
-    if kind_of(path) is Kind.HEADS:
-        raise InputError(
-            f"{path} must hold a model, got frozen heads of another library's model: saf.load(model, folder) applies "
-            "them; for an ordinary model in the same folder, move saf.json and saf.safetensors out"
-        )
     kind = expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.MODEL, Kind.TRANSFORMERS)
     if kind is Kind.TRANSFORMERS:
         raise InputError(f"{path} holds a model of transformers; open it by AutoModelForCausalLM.from_pretrained")

@@ -27,7 +27,7 @@ Position = Literal["rope", "learned"]
 
 @dataclass(frozen=True, kw_only=True)
 class GPTConfig:
-    """Hold the shape of a pre-LayerNorm decoder without biases; raises InputError when it does not fit together."""
+    """The shape of a pre-LayerNorm decoder without biases; raises InputError when it does not fit together."""
 
     vocab_size: int = 50_304
     """Rows of the embedding, tied with the output."""
@@ -87,7 +87,7 @@ class GPTConfig:
 
 
 # 124m and 774m: GPT-2's small and large model, the paper's 124M and 774M. 1b: the paper's 1B (appendix on scale), 8K of
-# context. The paper's contexts of 4K otherwise; others are made by `max_length`. GPT-2's 50,257 tokens, rounded up to
+# context. The paper's contexts of 4K otherwise; `max_length` sets others. GPT-2's 50,257 tokens, rounded up to
 # 50,304 = 393 x 128 for matrix units. tiny: chosen so that a demo trains in minutes on two CPU cores.
 PRESETS = {
     "tiny": GPTConfig(vocab_size=2_048, num_layers=4, num_heads=4, hidden_size=128, max_length=256),
@@ -113,13 +113,15 @@ BASE = 10_000.0
 
 
 class Rotary(nn.Module):
-    """Hold cosines and sines of every position, float32 whatever the model is cast to."""
+    """Cosines and sines of every position, float32 whatever the model is cast to.
+
+    They are computed on the CPU, so that every device has the same, also one without float64.
+    """
 
     cos: Tensor
     sin: Tensor
 
     def __init__(self, head_dim: int, max_length: int):
-        """Compute them on the CPU, so that every device has the same, also one without float64."""
         super().__init__()
         exact = {"dtype": torch.float64, "device": "cpu"}
         frequency = BASE ** (-torch.arange(0, head_dim, 2, **exact) / head_dim)
@@ -195,10 +197,8 @@ class Attention(LayoutMixin):
         super().__init__()
         self.layout = HeadLayout(num_heads, num_heads)
         self.head_dim = hidden_size // num_heads
-        self.q_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.k_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.v_proj = nn.Linear(hidden_size, hidden_size, bias=False)
-        self.o_proj = nn.Linear(hidden_size, hidden_size, bias=False)
+        projections = (nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = projections
         self.live = LiveAttention()
         # A module from the start: programs compiled before any head was frozen serve after all are live again.
         self.register_module("frozen", None)
@@ -269,12 +269,11 @@ class MLP(nn.Module):
         self.down = nn.Linear(ratio * hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Apply both matrices."""
         return gelu_linear(self.up(x), plain_weight(self.down))
 
 
 class DecoderLayer(nn.Module):
-    """Apply attention and then an MLP, each to the normed residual stream: a decoder layer."""
+    """Add attention of the normed residual stream `[B, T, C]` to it, and then an MLP of the same."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -284,7 +283,6 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(config.hidden_size, config.mlp_ratio)
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None) -> Tensor:
-        """Add attention's and then the MLP's output to the residual stream `x [B, T, C]`."""
         x = x + self.attention(self.attention_norm(x), rotation, left_pad)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -303,7 +301,7 @@ class _SkipInit(TorchFunctionMode):
 
 
 class GPT(nn.Module):
-    """Model text causally with attention heads that can be frozen."""
+    """The paper's decoder, whose attention heads can be frozen."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -317,7 +315,7 @@ class GPT(nn.Module):
 
     @classmethod
     def skip_init(cls, config: GPTConfig, device: torch.device | str = "cpu") -> "GPT":
-        """Return a model whose weights hold anything, for others to be loaded or drawn; nothing is drawn here."""
+        """Return a model with uninitialised weights, for others to be loaded or drawn; no random numbers are drawn."""
         with torch.device(device), _SkipInit():
             return cls(config)
 

@@ -53,7 +53,7 @@ def test_an_error_is_one_message_without_a_traceback(saf, tmp_path):
     assert err.startswith(f"saf evaluate: {tmp_path} holds nothing that saf writes")
     (tmp_path / "saf.json").write_text("{}")
     code, _, err = saf("evaluate", tmp_path)
-    assert (code, "frozen heads of another library's model" in err) == (2, True)
+    assert (code, "the frozen heads of a model that keeps its own weights" in err) == (2, True)
 
 
 def test_the_module_runs_as_a_program_and_imports_no_other_command():
