@@ -23,6 +23,10 @@ from saf.ops.heads import flat_heads
 from saf.ops.positions import left_padding
 
 Position = Literal["rope", "learned"]
+BASE = 10_000.0
+"""The slowest rotation's wavelength over 2 pi, the usual choice for contexts of thousands of tokens."""
+INIT_STD = 0.02
+"""Standard deviation of initial weights, GPT-2's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,198 +112,6 @@ def preset(name: str, **overrides: Any) -> GPTConfig:
     return replace(PRESETS[name], **overrides)
 
 
-BASE = 10_000.0
-"""The slowest rotation's wavelength over 2 pi, the usual choice for contexts of thousands of tokens."""
-
-
-class Rotary(nn.Module):
-    """Cosines and sines of every position, float32 whatever the model is cast to.
-
-    They are computed on the CPU, so that every device has the same, also one without float64.
-    """
-
-    cos: Tensor
-    sin: Tensor
-
-    def __init__(self, head_dim: int, max_length: int):
-        super().__init__()
-        exact = {"dtype": torch.float64, "device": "cpu"}
-        frequency = BASE ** (-torch.arange(0, head_dim, 2, **exact) / head_dim)
-        angle = torch.arange(max_length, **exact)[:, None] * frequency
-        for name, table in (("cos", angle.cos()), ("sin", angle.sin())):
-            self.register_buffer(name, table.float().to(torch.get_default_device()), persistent=False)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
-        """Follow the module to another device; in 16 bits the angles of late positions would be lost."""
-        for name, table in list(self._buffers.items()):
-            assert table is not None
-            moved = fn(table)
-            self._buffers[name] = moved if moved.dtype == table.dtype else table.to(moved.device)
-        return self
-
-    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return cosines and sines `[B or 1, T, 1, D/2]` of `positions [B or 1, T]`."""
-        return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
-
-
-def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the two halves of each head's channels, `x [B, T, H, D]`, in at least float32."""
-    return _Rotate.apply(x, *rotation)
-
-
-class _Rotate(torch.autograd.Function):
-    """Turn the gradient back: no scattered slices, and no float32 copy in memory, in a compiled backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return _turn(x, cos, sin)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return _turn(gradients[0], cos, -sin), None, None
-
-
-def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
-
-
-class LiveAttention(nn.Module):
-    """Mix a layer's values by its live heads; a module of its own so that hooks can see queries and keys."""
-
-    def __init__(self):
-        super().__init__()
-        self.kernel = "auto"
-
-    def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, left_pad: Tensor | None, frozen: FrozenHeads | None,
-        projection: Tensor | None = None,
-    ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Attend: `query`, `key` `[B, L, T, D]`, rotated, `value [B, H, T, D]`.
-
-        Returns the heads, `[B, H, T, D]`, of a layer without frozen ones; of one with them what `projection [C, H * D]`
-        makes of all its heads, in one or two products `[B, T, C]`.
-        """
-        if frozen is None or projection is None:
-            return (live_attention(query, key, value, left_pad=left_pad, kernel=self.kernel),)
-        return attention_products(query, key, value, frozen, projection, left_pad=left_pad, kernel=self.kernel)
-
-
-class Attention(LayoutMixin):
-    """Project and mix one layer's heads. Frozen ones have no rows in `q_proj` and `k_proj`, pruned ones nowhere."""
-
-    frozen: FrozenHeads | None
-
-    def __init__(self, hidden_size: int, num_heads: int):
-        super().__init__()
-        self.layout = HeadLayout(num_heads, num_heads)
-        self.head_dim = hidden_size // num_heads
-        projections = (nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(4))
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = projections
-        self.live = LiveAttention()
-        # A module from the start: programs compiled before any head was frozen serve after all are live again.
-        self.register_module("frozen", None)
-        self.removed: Mapping[str, Mapping[int, Mapping[str, Tensor]]] = {}
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the projections' weights by role."""
-        projections = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj, "output": self.o_proj}
-        return {role: plain_weight(projection) for role, projection in projections.items()}
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None) -> Tensor:
-        """Mix positions: `x [B, T, C]` to `[B, T, C]`."""
-        return summed(self.products(x, rotation, left_pad))
-
-    def products(
-        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None
-    ) -> tuple[Tensor, ...]:
-        """Return one or two products `[B, T, C]` whose sum is the forward pass, for callers that add more to it.
-
-        One product makes queries, keys and values, so that its backward pass is one product too. Heads stay in the
-        memory order `[B, T, H, D]` throughout: nothing is transposed in memory.
-        """
-        # Counted by rows: a compiler that reads the layout has a program for each choice of heads.
-        num_live, num_slots = (len(plain_weight(each)) // self.head_dim for each in (self.q_proj, self.v_proj))
-        # Empty weights get no gradient: clip_grad_norm_ finds no largest element in one. What comes before gets zeros.
-        if num_slots == 0:
-            return (F.linear(x[..., :0], plain_weight(self.o_proj).detach()),)
-        read = (self.q_proj, self.k_proj, self.v_proj) if num_live else (self.v_proj,)
-        weight = torch.cat([plain_weight(each) for each in read])
-        packed = F.linear(x, weight).unflatten(-1, (-1, self.head_dim))
-        query, key, value = packed.split([num_live, num_live, num_slots], dim=2)
-        if rotation is not None:
-            query, key = rotate(query, rotation), rotate(key, rotation)
-        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
-        if num_live == 0 and self.frozen is not None:
-            return (self._project(frozen_attention(value, self.frozen, left_pad=left_pad)),)
-        if self.frozen is None:
-            return (self._project(*self.live(query, key, value, left_pad, None)),)
-        return self.live(query, key, value, left_pad, self.frozen, plain_weight(self.o_proj))
-
-    def _project(self, mixed: Tensor) -> Tensor:
-        return self.o_proj(flat_heads(mixed))
-
-
-def plain_weight(projection: nn.Module) -> Tensor:
-    """Return a projection's weight `[O, I]`; raise UnsupportedError where its own forward pass would do more."""
-    if type(projection) is not nn.Linear:
-        raise UnsupportedError(
-            f"projections' weights must be of nn.Linear, got {type(projection).__name__}: merge adapters"
-        )
-    hooks = projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks
-    replaced = not torch.compiler.is_compiling() and "forward" in projection.__dict__  # compilers do not look into it
-    if hooks or replaced:
-        raise UnsupportedError("projections are computed together: hooks and forwards of one would not run")
-    return projection.weight
-
-
-INIT_STD = 0.02
-"""Standard deviation of initial weights, GPT-2's."""
-
-
-class MLP(nn.Module):
-    """Apply two matrices with a GELU between them: `[B, T, C]` to `[B, T, C]`."""
-
-    def __init__(self, hidden_size: int, ratio: int):
-        super().__init__()
-        self.up = nn.Linear(hidden_size, ratio * hidden_size, bias=False)
-        self.down = nn.Linear(ratio * hidden_size, hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return gelu_linear(self.up(x), plain_weight(self.down))
-
-
-class DecoderLayer(nn.Module):
-    """Add attention of the normed residual stream `[B, T, C]` to it, and then an MLP of the same."""
-
-    def __init__(self, config: GPTConfig):
-        super().__init__()
-        self.attention_norm = nn.LayerNorm(config.hidden_size, bias=False)
-        self.attention = Attention(config.hidden_size, config.num_heads)
-        self.mlp_norm = nn.LayerNorm(config.hidden_size, bias=False)
-        self.mlp = MLP(config.hidden_size, config.mlp_ratio)
-
-    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), rotation, left_pad)
-        return x + self.mlp(self.mlp_norm(x))
-
-
-class _SkipInit(TorchFunctionMode):
-    """Leave weights as they come from memory where modules would draw them.
-
-    A model on the device "meta", which draws nothing either, takes code that loads PyTorch's compiler, for seconds.
-    """
-
-    def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
-        named = named or {}
-        if function in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
-            return named["tensor"] if "tensor" in named else args[0]
-        return function(*args, **named)
-
-
 class GPT(nn.Module):
     """The paper's decoder, whose attention heads can be frozen."""
 
@@ -334,7 +146,7 @@ class GPT(nn.Module):
                 std = residual_std if name.endswith(("o_proj.weight", "down.weight")) else INIT_STD
                 nn.init.normal_(parameter, std=std, generator=generator)
 
-    def attention_layers(self) -> list[Attention]:
+    def attention_layers(self) -> "list[Attention]":
         """Return the attention modules in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
@@ -395,6 +207,190 @@ class GPT(nn.Module):
         return linear_log_probs(self.hidden(input_ids), self.embed.weight, targets)
 
 
+class _SkipInit(TorchFunctionMode):
+    """Leave weights as they come from memory where modules would draw them.
+
+    A model on the device "meta", which draws nothing either, takes code that loads PyTorch's compiler, for seconds.
+    """
+
+    def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        if function in (nn.init.normal_, nn.init.uniform_, nn.init.kaiming_uniform_):
+            return named["tensor"] if "tensor" in named else args[0]
+        return function(*args, **named)
+
+
 def recomputed(layer: Callable[..., Any], *inputs: Any) -> Any:
     """Return a layer's output and keep its inputs alone: the backward pass computes the layer again."""
     return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+class DecoderLayer(nn.Module):
+    """Add attention of the normed residual stream `[B, T, C]` to it, and then an MLP of the same."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.attention_norm = nn.LayerNorm(config.hidden_size, bias=False)
+        self.attention = Attention(config.hidden_size, config.num_heads)
+        self.mlp_norm = nn.LayerNorm(config.hidden_size, bias=False)
+        self.mlp = MLP(config.hidden_size, config.mlp_ratio)
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), rotation, left_pad)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class MLP(nn.Module):
+    """Apply two matrices with a GELU between them: `[B, T, C]` to `[B, T, C]`."""
+
+    def __init__(self, hidden_size: int, ratio: int):
+        super().__init__()
+        self.up = nn.Linear(hidden_size, ratio * hidden_size, bias=False)
+        self.down = nn.Linear(ratio * hidden_size, hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return gelu_linear(self.up(x), plain_weight(self.down))
+
+
+class Attention(LayoutMixin):
+    """Project and mix one layer's heads. Frozen ones have no rows in `q_proj` and `k_proj`, pruned ones nowhere."""
+
+    frozen: FrozenHeads | None
+
+    def __init__(self, hidden_size: int, num_heads: int):
+        super().__init__()
+        self.layout = HeadLayout(num_heads, num_heads)
+        self.head_dim = hidden_size // num_heads
+        projections = (nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(4))
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = projections
+        self.live = LiveAttention()
+        # A module from the start: programs compiled before any head was frozen serve after all are live again.
+        self.register_module("frozen", None)
+        self.removed: Mapping[str, Mapping[int, Mapping[str, Tensor]]] = {}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Return the projections' weights by role."""
+        projections = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj, "output": self.o_proj}
+        return {role: plain_weight(projection) for role, projection in projections.items()}
+
+    def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None) -> Tensor:
+        """Mix positions: `x [B, T, C]` to `[B, T, C]`."""
+        return summed(self.products(x, rotation, left_pad))
+
+    def products(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None
+    ) -> tuple[Tensor, ...]:
+        """Return one or two products `[B, T, C]` whose sum is the forward pass, for callers that add more to it.
+
+        One product makes queries, keys and values, so that its backward pass is one product too. Heads stay in the
+        memory order `[B, T, H, D]` throughout: nothing is transposed in memory.
+        """
+        # Counted by rows: a compiler that reads the layout has a program for each choice of heads.
+        num_live, num_slots = (len(plain_weight(each)) // self.head_dim for each in (self.q_proj, self.v_proj))
+        # Empty weights get no gradient: clip_grad_norm_ finds no largest element in one. What comes before gets zeros.
+        if num_slots == 0:
+            return (F.linear(x[..., :0], plain_weight(self.o_proj).detach()),)
+        read = (self.q_proj, self.k_proj, self.v_proj) if num_live else (self.v_proj,)
+        weight = torch.cat([plain_weight(each) for each in read])
+        packed = F.linear(x, weight).unflatten(-1, (-1, self.head_dim))
+        query, key, value = packed.split([num_live, num_live, num_slots], dim=2)
+        if rotation is not None:
+            query, key = rotate(query, rotation), rotate(key, rotation)
+        query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
+        if num_live == 0 and self.frozen is not None:
+            return (self._project(frozen_attention(value, self.frozen, left_pad=left_pad)),)
+        if self.frozen is None:
+            return (self._project(*self.live(query, key, value, left_pad, None)),)
+        return self.live(query, key, value, left_pad, self.frozen, plain_weight(self.o_proj))
+
+    def _project(self, mixed: Tensor) -> Tensor:
+        return self.o_proj(flat_heads(mixed))
+
+
+class LiveAttention(nn.Module):
+    """Mix a layer's values by its live heads; a module of its own so that hooks can see queries and keys."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = "auto"
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, left_pad: Tensor | None, frozen: FrozenHeads | None,
+        projection: Tensor | None = None,
+    ) -> tuple[Tensor, ...]:  # fmt: skip
+        """Attend: `query`, `key` `[B, L, T, D]`, rotated, `value [B, H, T, D]`.
+
+        Returns the heads, `[B, H, T, D]`, of a layer without frozen ones; of one with them what `projection [C, H * D]`
+        makes of all its heads, in one or two products `[B, T, C]`.
+        """
+        if frozen is None or projection is None:
+            return (live_attention(query, key, value, left_pad=left_pad, kernel=self.kernel),)
+        return attention_products(query, key, value, frozen, projection, left_pad=left_pad, kernel=self.kernel)
+
+
+def plain_weight(projection: nn.Module) -> Tensor:
+    """Return a projection's weight `[O, I]`; raise UnsupportedError where its own forward pass would do more."""
+    if type(projection) is not nn.Linear:
+        raise UnsupportedError(
+            f"projections' weights must be of nn.Linear, got {type(projection).__name__}: merge adapters"
+        )
+    hooks = projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks
+    replaced = not torch.compiler.is_compiling() and "forward" in projection.__dict__  # compilers do not look into it
+    if hooks or replaced:
+        raise UnsupportedError("projections are computed together: hooks and forwards of one would not run")
+    return projection.weight
+
+
+class Rotary(nn.Module):
+    """Cosines and sines of every position, float32 whatever the model is cast to.
+
+    They are computed on the CPU, so that every device has the same, also one without float64.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(self, head_dim: int, max_length: int):
+        super().__init__()
+        exact = {"dtype": torch.float64, "device": "cpu"}
+        frequency = BASE ** (-torch.arange(0, head_dim, 2, **exact) / head_dim)
+        angle = torch.arange(max_length, **exact)[:, None] * frequency
+        for name, table in (("cos", angle.cos()), ("sin", angle.sin())):
+            self.register_buffer(name, table.float().to(torch.get_default_device()), persistent=False)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
+        """Follow the module to another device; in 16 bits the angles of late positions would be lost."""
+        for name, table in list(self._buffers.items()):
+            assert table is not None
+            moved = fn(table)
+            self._buffers[name] = moved if moved.dtype == table.dtype else table.to(moved.device)
+        return self
+
+    def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return cosines and sines `[B or 1, T, 1, D/2]` of `positions [B or 1, T]`."""
+        return self.cos[positions][:, :, None], self.sin[positions][:, :, None]
+
+
+def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    """Rotate the two halves of each head's channels, `x [B, T, H, D]`, in at least float32."""
+    return _Rotate.apply(x, *rotation)
+
+
+class _Rotate(torch.autograd.Function):
+    """Turn the gradient back: no scattered slices, and no float32 copy in memory, in a compiled backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turn(x, cos, sin)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return _turn(gradients[0], cos, -sin), None, None
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.to(torch.promote_types(x.dtype, cos.dtype)).chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat([half.to(x.dtype) for half in turned], dim=-1)
