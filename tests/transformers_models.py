@@ -1,4 +1,4 @@
-"""Small models of transformers, made here, and heads of theirs to freeze."""
+"""Small models of transformers with random weights, and heads of theirs to freeze."""
 
 import pytest
 import torch
@@ -91,7 +91,7 @@ def freeze(model, heads: HeadSet = HEADS, **options):
 
 
 def generate(model, ids, mask, **options):
-    """Tokens of `model.generate`; padding is told by its token where a helping model generates."""
+    """Tokens of `model.generate`; an assistant knows padding by its token."""
     torch.manual_seed(11)
     settings = {"max_new_tokens": NEW, "eos_token_id": None, "suppress_tokens": [0]}
     return model.generate(ids, attention_mask=mask, **settings | options)

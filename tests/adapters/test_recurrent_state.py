@@ -30,7 +30,7 @@ def frozen_model(family: str, *, compact: int = 0, dtype=torch.float64, heads=FR
 
 @pytest.fixture(params=["llama", "qwen3", "qwen3-mixed", "gemma2"])
 def model(request):
-    """Of one KV head each, grouped, with another kind of pattern beside, and with a soft cap."""
+    """Of one KV head each, grouped, with another kind of pattern too, and with a soft cap."""
     family, _, mixed = request.param.partition("-")
     heads = HeadSet([(0, 1), (1, 0), (1, 1)]) if family == "gemma2" else FROZEN
     return frozen_model(family, compact=3 if mixed else 0, heads=heads)

@@ -91,7 +91,7 @@ def test_lm_evals_own_model_class_says_the_same(files, tmp_path):
     model.save_pretrained(tmp_path)
     opened = open_model(tmp_path, None, "cpu", needs_data=False)
     ours, seen = ExactLengthModel(opened.model, opened.encoder(), batch_size=4), []
-    handle = opened.model.get_input_embeddings().register_forward_pre_hook(lambda _, given: seen.append(given[0]))
+    handle = opened.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
     found = answer_tasks(ours, list(ZERO_SHOT), folder=files)
     handle.remove()
     assert all((ids[:, 0] == first).all() and not (ids[:, 1:] == first).any() for ids in seen)

@@ -86,14 +86,16 @@ def test_it_is_the_loop_that_freezes_by_hand(hf, tmp_path):
         model(rows.rows, labels=rows.rows, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    one, made = make("qwen3"), callback()
+    one, freezing = make("qwen3"), callback()
     theirs = torch.optim.AdamW(one.parameters(), lr=1e-3)
     constant = torch.optim.lr_scheduler.LambdaLR(theirs, lambda _: 1.0)
-    run = trainer(hf, tmp_path, made, model=one, rows=rows, max_steps=6, max_grad_norm=0.0, save_strategy="no")
+    run = trainer(hf, tmp_path, freezing, model=one, rows=rows, max_steps=6, max_grad_norm=0.0, save_strategy="no")
     run.optimizer, run.lr_scheduler = theirs, constant
     run.train()
     assert frozen(one) == report.heads
-    assert [(event.kind, event.update, event.heads) for event in made.events] == [("freeze", 3, report.heads.to_list())]
+    assert [(event.kind, event.update, event.heads) for event in freezing.events] == [
+        ("freeze", 3, report.heads.to_list())
+    ]
     for mine, yours in zip(one.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(mine, yours, rtol=1e-4, atol=1e-5)
     for weight, _ in adapter_for(one).sites()[0].projections().values():
@@ -114,10 +116,10 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, family, hf, t
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "family": family}
     when, kinds = SCHEDULES[schedule]
 
-    def made():
+    def new_callback():
         return callback(when, heldout=[tokens(2, seed=11)])  # whose loss rises by freezing
 
-    whole = trainer(hf, tmp_path / "whole", first := made(), **options)
+    whole = trainer(hf, tmp_path / "whole", first := new_callback(), **options)
     whole.train()
     assert [event.kind for event in first.events] == kinds
     for after in (3, 7) if schedule == "one_time" and family == "llama" else (5,):
@@ -126,8 +128,8 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, family, hf, t
             trainer(hf, folder, callback(saf.OneTime(1)), max_steps=2, **options).train()
             assert (folder / "checkpoint-2" / "saf.json").is_file()
         with pytest.raises(KeyboardInterrupt):
-            trainer(hf, folder, made(), Killed(after), **options).train()
-        again = trainer(hf, folder, resumed := made(), **options)
+            trainer(hf, folder, new_callback(), Killed(after), **options).train()
+        again = trainer(hf, folder, resumed := new_callback(), **options)
         again.train(resume_from_checkpoint=True)
         assert same(again.model, whole.model), after
         mine, yours = ([(one.kind, one.update, one.heads) for one in each.events] for each in (resumed, first))
@@ -187,10 +189,10 @@ def test_the_best_model_comes_with_its_own_heads(last, hf, tmp_path):
 
 def test_it_goes_on_from_ordinary_training_and_a_frozen_model_trains_without_it(hf, tmp_path):
     trainer(hf, tmp_path, max_steps=4).train()
-    made = callback(saf.OneTime(6))
-    run = trainer(hf, tmp_path, made, max_steps=UPDATES)
+    freezing = callback(saf.OneTime(6))
+    run = trainer(hf, tmp_path, freezing, max_steps=UPDATES)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert times(made) == [("freeze", 6)]
+    assert times(freezing) == [("freeze", 6)]
     on = trainer(hf, tmp_path / "on", model=opened(tmp_path, f"checkpoint-{UPDATES}"), max_steps=4)
     on.train()
     more = trainer(hf, tmp_path / "on", model=opened(tmp_path, "on", "checkpoint-2"), max_steps=4)
@@ -200,10 +202,10 @@ def test_it_goes_on_from_ordinary_training_and_a_frozen_model_trains_without_it(
 
 
 def test_heads_are_pruned_after_the_last_update_where_the_settings_say_so(hf, tmp_path):
-    made = callback(saf.OneTime(1.0), config=saf.FreezeConfig(count=3, operation="prune"))
-    run = trainer(hf, tmp_path, made, max_steps=4)
+    freezing = callback(saf.OneTime(1.0), config=saf.FreezeConfig(count=3, operation="prune"))
+    run = trainer(hf, tmp_path, freezing, max_steps=4)
     run.train()
-    assert times(made) == [("prune", 4)]
+    assert times(freezing) == [("prune", 4)]
     assert len(adapter_for(run.model).heads("pruned")) == 3
     assert same(opened(tmp_path, "checkpoint-4"), run.model)
 
@@ -235,11 +237,11 @@ REFUSED = {
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_work_is_refused_before_training(case, hf, tmp_path):
-    kind, made, options = REFUSED[case]
+    kind, new_callback, options = REFUSED[case]
     model, more = options.get("model", lambda: None)(), options.get("more", list)()
     options = {name: value for name, value in options.items() if name not in ("model", "more")}
     with pytest.raises(kind):
-        trainer(hf, tmp_path / "run", made(), *more, model=model, **options).train()
+        trainer(hf, tmp_path / "run", new_callback(), *more, model=model, **options).train()
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
@@ -311,31 +313,31 @@ def test_what_a_trainer_pushes_has_the_files_about_heads_and_its_card_their_sect
 
 
 def test_a_second_call_of_train_is_refused_on_the_frozen_model_and_goes_on_where_it_resumes(hf, tmp_path):
-    made = callback()
-    run = trainer(hf, tmp_path, made)
+    freezing = callback()
+    run = trainer(hf, tmp_path, freezing)
     run.train()
-    for again in (run, trainer(hf, tmp_path, made, model=run.model)):
+    for again in (run, trainer(hf, tmp_path, freezing, model=run.model)):
         with pytest.raises(InputError, match="resume_from_checkpoint=True"):
             again.train()
     run.args.max_steps = UPDATES + 2
     run.train(resume_from_checkpoint=True)
     assert run.state.global_step == UPDATES + 2
-    assert times(made) == [("freeze", 4)]
+    assert times(freezing) == [("freeze", 4)]
     more = callback(config=saf.FreezeConfig(count=2, max_fit_kl=99))
     trainer(hf, tmp_path / "more", more, model=run.model, max_steps=2, save_strategy="no").train()
     assert len(frozen(run.model)) == 6
-    trainer(hf, tmp_path / "other", made, max_steps=4).train()
-    assert times(made) == [("freeze", 2)]
+    trainer(hf, tmp_path / "other", freezing, max_steps=4).train()
+    assert times(freezing) == [("freeze", 2)]
 
 
 def test_the_rest_of_several_events_comes_when_it_was_to_come(hf, tmp_path):
     """Shares are of the training that began, also where it goes on for longer."""
     schedule = saf.Gradual(0.5, 0.75, groups=2)
     trainer(hf, tmp_path, callback(schedule), save_steps=1).train()
-    made = callback(schedule)
-    run = trainer(hf, tmp_path, made, max_steps=20, save_strategy="no")
+    freezing = callback(schedule)
+    run = trainer(hf, tmp_path, freezing, max_steps=20, save_strategy="no")
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
-    assert times(made) == [("freeze", 4), ("freeze", 6)]
+    assert times(freezing) == [("freeze", 4), ("freeze", 6)]
     assert len(frozen(run.model)) == 4
 
 

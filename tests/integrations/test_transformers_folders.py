@@ -86,11 +86,11 @@ def test_dtypes_and_other_models_of_the_family(tmp_path):
     low, ordinary = (opened(each, dtype=torch.bfloat16) for each in (tmp_path, tmp_path / "ordinary"))
     assert low.model.layers[0].self_attn.saf.frozen_layout.dtype == torch.int64
     assert torch.equal(logits(low), logits(saf.load(ordinary, tmp_path)))
-    judge = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    classifier = transformers.AutoModelForSequenceClassification.from_pretrained(tmp_path)
     part = transformers.AutoModel.from_pretrained(tmp_path)
     with torch.no_grad():
         expected = model.model(tokens(2), use_cache=False).last_hidden_state
-        for each in (judge.model, part):
+        for each in (classifier.model, part):
             assert torch.equal(each(tokens(2), use_cache=False).last_hidden_state, expected)
 
 

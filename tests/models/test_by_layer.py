@@ -26,9 +26,9 @@ def counted(monkeypatch):
 @pytest.fixture
 def model():
     config = saf.preset("tiny", vocab_size=40, num_layers=4, num_heads=4, hidden_size=32, max_length=LENGTH)
-    made = saf.GPT(config)
-    made.reset_parameters(torch.Generator().manual_seed(0))
-    return made
+    model = saf.GPT(config)
+    model.reset_parameters(torch.Generator().manual_seed(0))
+    return model
 
 
 def freeze(model, *heads, **options):

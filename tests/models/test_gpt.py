@@ -83,8 +83,8 @@ def test_a_model_to_be_filled_is_where_it_is_asked_for_with_its_rotations_and_dr
     assert {one.device.type for one in (*model.parameters(), *model.buffers())} == {device}
     assert torch.equal(torch.get_rng_state(), before)
     if device == "cpu":
-        made = GPT(config).rotary
-        assert all(torch.equal(one, other) for one, other in zip(model.rotary.buffers(), made.buffers(), strict=True))
+        drawn = GPT(config).rotary
+        assert all(torch.equal(one, other) for one, other in zip(model.rotary.buffers(), drawn.buffers(), strict=True))
 
 
 def test_rotary_scores_depend_on_distance_only():
