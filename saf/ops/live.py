@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from saf.errors import UnsupportedError, check_name
+from saf.ops.positions import visible_keys
 
 FLASH_PACKAGES = {
     "fa3": ("FA3", "flash_attn_interface", "FlashAttention-3, built from hopper/ of Dao-AILab/flash-attention"),
@@ -49,7 +50,7 @@ def live_attention(
     if visible is not None:
         left_pad = None
     elif left_pad is not None or windowed or soft_cap is not None or (rows != columns and rows != 1):
-        mask = _causal_mask(rows, columns, left_pad, query.device, window)
+        mask = visible_keys(columns - rows, rows, columns, query.device, left_pad, window)
     elif rows > 1:  # decided here: with lengths left open by the compiler, the comparison itself is no bool
         causal = True
     if soft_cap is not None:
@@ -74,23 +75,6 @@ def score_scale(scale: float | None, dim: int) -> float:
 def capped(logits: Tensor, soft_cap: float | None) -> Tensor:
     """Return `c * tanh(logits / c)` for a soft cap c; the logits themselves without one."""
     return logits if soft_cap is None else (logits / soft_cap).tanh() * soft_cap
-
-
-def _causal_mask(rows: int, columns: int, left_pad: Tensor | None, device: torch.device, window: int | None) -> Tensor:
-    """Return which keys each query sees: `[rows, columns]`, or `[B, 1, rows, columns]` with left padding.
-
-    Queries are the last `rows` of `columns` positions, and see the last `window` keys up to their own. A padded query
-    sees itself alone, so that no row is empty.
-    """
-    keys = torch.arange(columns, device=device)
-    queries = keys[columns - rows :, None]
-    visible = keys <= queries
-    if window is not None:
-        visible = visible & (keys > queries - window)
-    if left_pad is None:
-        return visible
-    first = left_pad.to(device)[:, None, None, None]
-    return visible & ((keys >= first) | (keys == queries))
 
 
 def _capped_attention(

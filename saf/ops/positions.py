@@ -76,6 +76,26 @@ def _shift_rows(x: Tensor, by: Tensor) -> Tensor:
     return x.gather(2, index) * inside[:, None, :, None]
 
 
+def visible_keys(
+    first: int | Tensor, rows: int, length: int, device: torch.device, left_pad: Tensor | None = None,
+    window: int | None = None,
+) -> Tensor:  # fmt: skip
+    """Return which of `length` keys each query sees: bool `[rows, length]`, `[B, 1, rows, length]` with left padding.
+
+    Queries stand from position `first` on, and see the last `window` keys up to their own. A query of the padding sees
+    itself alone, so that no row is empty.
+    """
+    key = torch.arange(length, device=device)
+    query = (key[:rows] + first)[:, None]
+    visible = key <= query
+    if window is not None:
+        visible = visible & (key > query - window)
+    if left_pad is not None:
+        left_pad = left_pad.to(device)
+        visible = visible & ((key >= left_pad[:, None, None, None]) | (key == query))
+    return visible
+
+
 class CachePosition(NamedTuple):
     """Where the queries of a pass stand among T positions: `count` of them, one after another, from `first` on.
 
@@ -98,14 +118,10 @@ class CachePosition(NamedTuple):
     @classmethod
     def of(cls, first: Tensor, rows: int, length: int, left_pad: Tensor | None = None) -> "CachePosition":
         """Return the positions of `rows` queries from `first` on, in a cache of fixed size `length`."""
-        key = torch.arange(length, device=first.device)
-        query = (key[:rows] + first)[:, None]
-        visible = (key <= query)[None, None]
         if left_pad is not None:
             left_pad = left_pad.to(first.device).contiguous()  # as kernels read it
-            # A query of the padding sees itself alone, so that no row is empty.
-            visible = visible & ((key >= left_pad[:, None, None, None]) | (key == query))
-        return cls(first, rows, left_pad, visible)
+        visible = visible_keys(first, rows, length, first.device, left_pad)
+        return cls(first, rows, left_pad, visible if visible.ndim == 4 else visible[None, None])
 
     @property
     def real(self) -> Tensor | None:
