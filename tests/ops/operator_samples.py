@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Any
 
 import torch
 
@@ -37,7 +38,7 @@ def check(name: str, device: str, dtype: torch.dtype) -> None:
     """Run `opcheck` on every sample of an operator; float32 losses and gradients of 16-bit logits may differ a bit."""
     arguments = samples(device, dtype)[name]
     assert arguments, f"saf::{name} has no sample; add one to tests/ops/operator_samples.py"
-    checks = {"test_utils": ONE_SHAPE} if name == "fused_visible" else {}
+    checks: dict[str, Any] = {"test_utils": ONE_SHAPE} if name == "fused_visible" else {}
     for each in arguments:
         torch.library.opcheck(getattr(torch.ops.saf, name).default, each, **checks)
 
@@ -101,7 +102,7 @@ def linear_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, lis
     chunked, before, after = linear_tables(exact, dtype)
     tables, pad, first = list(chunked), torch.tensor([0, 4], device=device), torch.tensor(40, device=device)
     value = draw(2, 40, 2, 16).transpose(1, 2)
-    state = RecurrentState.empty(value, (2, *chunked.near.shape[1:3], chunked.write.shape[1]))[:2]
+    state = RecurrentState.empty(value, (2, chunked.near.shape[1], 64, chunked.write.shape[1]))[:2]
     return {
         "linear": [
             (x.requires_grad_(), tables, before, after, left_pad, transpose)

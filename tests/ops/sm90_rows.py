@@ -112,8 +112,8 @@ def linear_rows() -> Iterator[tuple[str, list[Launch]]]:
     for dtype in (torch.bfloat16, torch.float32):
         for tiles in (2, 3):
             near, write = (heads, tiles, CHUNK, CHUNK), (heads, 2 * poles, CHUNK)
-            tables = [empty(*shape, dtype=dtype) for shape in (near, write, (heads, CHUNK, 2 * poles))]
-            tables, scale = LinearTables(*tables, empty(heads, TURNS, 2, poles)), empty(heads, 32768)
+            near, write, read = (empty(*x, dtype=dtype) for x in (near, write, (heads, CHUNK, 2 * poles)))
+            tables, scale = LinearTables(near, write, read, empty(heads, TURNS, 2, poles)), empty(heads, 32768)
             for dim in (96, 256):
                 x = empty(2, 32768, heads, dim, dtype=dtype).transpose(1, 2)
                 pad = empty(2, dtype=torch.int64) if dim == 96 else None
