@@ -29,7 +29,7 @@ from saf.train.loop import EXIT_STOPPED
 class Experiments:
     """Run what recipes lack and show their tables; without a name, list them.
 
-    The same command resumes what stopped or failed; what is there is not made again. `python -m experiments results`
+    The same command resumes what stopped or failed; ended runs stay as they are. `python -m experiments results`
     renders the pages of results, `python -m experiments keep` copies records of runs to be committed. Exit
     code 75: a signal stopped a run after a checkpoint.
     """
@@ -45,7 +45,7 @@ class Experiments:
     out: Path = Path("runs")
     """Folder of the runs: OUT/SCALE/ARM/seed-SEED. All recipes share it."""
     data: Path | None = None
-    """Folder made by `saf data prepare`; the smoke scale makes its own."""
+    """Folder made by `saf data prepare`; the smoke scale prepares its own."""
     tasks: Path | None = None
     """Folder of examples to finetune on: sst2/train.tsv and dev.tsv, boolq/train.jsonl and val.jsonl,
     quality/train.jsonl and dev.jsonl, gzipped or not; the smoke scale makes its own."""
@@ -99,13 +99,13 @@ class Experiments:
         return self.seeds or scale.seeds[: each.seeds if each else None]
 
     def _wanted(self, scale: Scale, chosen: dict[str, Recipe]) -> list[Key]:
-        measured = {each.name: each.arms(scale.base) for one in chosen.values() for each in one.measurements}
+        """Return arms and seeds; an arm of rows of the first seed alone has one run."""
         if self.arms:
+            measured = {each.name: each.arms(scale.base) for one in chosen.values() for each in one.measurements}
             named = [arm for name in self.arms for arm in measured.get(name, [name])]
             return [(arm, seed) for arm in named for seed in self._seeds(scale)]
-        rows = [row for each in chosen.values() for row in each.rows]
-        several = {row.arm.partition("@")[0] for row in rows if not row.first_seed}
-        first = {row.arm.partition("@")[0] for row in rows if row.first_seed} - several
+        several = {row.arm.partition("@")[0] for each in chosen.values() for row in each.rows if not row.first_seed}
+        first = {row.arm.partition("@")[0] for each in chosen.values() for row in each.rows if row.first_seed} - several
         return [
             (arm, seed)
             for each in chosen.values()
@@ -119,18 +119,11 @@ class Experiments:
         """Make the measurements that are missing and whose runs have ended, one at a time."""
         for name, each in chosen.items():
             for seed in self._seeds(scale, each):
-                maker = Maker(
-                    recipe=name,
-                    measurements=each.measurements,
-                    scale=scale,
-                    seed=seed,
-                    runs=runs,
-                    inputs=inputs,
-                    root=self.out,
-                )
+                where: dict[str, Any] = {"scale": scale, "seed": seed, "runs": runs, "inputs": inputs, "root": self.out}
+                maker = Maker(recipe=name, measurements=each.measurements, **where)
                 for one in each.measurements:
-                    asked = one.name in self.arms if self.arms else scale.base != "smoke" or one.smoke
-                    if asked and (problem := maker.make(one)):
+                    wanted = one.name in self.arms if self.arms else scale.base != "smoke" or one.smoke
+                    if wanted and (problem := maker.make(one)):
                         outcome.failed[f"{name}, {one.name} (seed {seed})"] = problem
 
     def _show(self, chosen: dict[str, Recipe]) -> None:

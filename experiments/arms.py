@@ -1,6 +1,6 @@
 """Every arm of every recipe, as data: what it changes of its parent, or of its scale's settings.
 
-An arm has one name. Its run at a scale is made once, however many recipes show it. Settings are those of
+An arm has one name. It is run once at a scale, however many recipes show it. Settings are those of
 `saf.TrainConfig` by name; `freeze`, `schedule` and `mqar` are dictionaries of their own settings.
 """
 
@@ -211,7 +211,7 @@ EXPONENTIAL: dict[str, Settings] = {
 
 
 def _exponential() -> Iterator[Arm]:
-    """Yield heads frozen as sums of damped cosines, beside `4k-mean-25` and `4k-mean-50` of the same checkpoint."""
+    """Yield heads frozen as sums of damped cosines, from the checkpoint of `4k-mean-25` and `4k-mean-50`."""
     for kind, options in EXPONENTIAL.items():
         smoke = {"freeze": {"fitter_options": {**options, "band": options["band"] // 16}}}
         for name in ("25", "50"):
@@ -433,7 +433,7 @@ RECALL_SMOKE = {
 }
 TASK_SMOKE = {"batch_size": 4, "accumulation": 1, "epochs": 1, "most_examples": 64}
 RECOVERY = (0, 50, 200, 500)
-"""Updates after which a model whose heads were replaced is judged."""
+"""Updates after which a model whose heads were replaced is tested."""
 
 
 def _tuned(

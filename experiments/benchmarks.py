@@ -1,4 +1,4 @@
-"""Tables of the committed benchmark records, as DataFrames of text beside the paper's numbers.
+"""Tables of the committed benchmark records, as DataFrames of text with the paper's numbers.
 
 Where two records measured the same point and arm on the same device, the newest accepted measurement stands.
 """
@@ -50,7 +50,7 @@ def read_benchmarks(results: Path) -> list[Record]:
 
 
 def frame(lines: Iterable[Cells], words: Sequence[str]) -> pd.DataFrame:
-    """Return lines as a table of text without empty columns, its index made of the columns that are `words`."""
+    """Return lines as a table of text without empty columns, its index joined from the columns that are `words`."""
     shown = [{name: value for name, value in line.items() if not name.startswith("_")} for line in lines]
     table: Any = pd.DataFrame(shown).fillna(MISSING)
     table = table[[name for name in table if not (table[name] == MISSING).all()]]
@@ -210,7 +210,7 @@ def _speedup(row: Record, name: str = "speedup") -> Cells:
 
 
 def nanogpt(records: Sequence[Record]) -> Tables:
-    """Yield the table of ordinary updates beside nanoGPT's."""
+    """Yield the table of ordinary updates and nanoGPT's."""
     rate = lambda row, side: f"{1e3 * math.prod(row['point'].values()) / row[side]:,.0f}"  # noqa: E731
     lines = [
         {
@@ -328,7 +328,7 @@ _PARTS = {
 
 
 def errors(records: Sequence[Record]) -> Tables:
-    """Yield the largest error of each part, backend and precision, beside its limit and the paper's."""
+    """Yield the largest error of each part, backend and precision, with its limit and the paper's."""
     lines = []
     of = lambda row: (row["part"], row["backend"], row["precision"])  # noqa: E731
     for place, group in groupby(_rows(records, "errors"), lambda each: (each[0], *of(each[1]))):

@@ -1,4 +1,4 @@
-"""Measurements of a recipe beside its training runs: benchmarks and analyses as data, and the code that makes them."""
+"""Measurements of a recipe, benchmarks and analyses, as data, and the code that runs them."""
 
 import importlib
 import math
@@ -86,7 +86,7 @@ QUESTIONS = Reference(lambda maker: maker.inputs.questions, of_seed=False)
 
 @dataclass(frozen=True)
 class Number:
-    """A number of a measurement's record, beside the paper's."""
+    """A number of a measurement's record, and the paper's."""
 
     title: str
     path: tuple[str | int | Mapping[str, Any], ...]

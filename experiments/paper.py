@@ -304,5 +304,5 @@ GEOMETRY_CORRELATIONS = {
 
 
 def notes(source: Source) -> list[str]:
-    """Return the note of a table that stands beside numbers of one source."""
+    """Return the note of a table that quotes numbers of one source."""
     return [f"Paper, {source.label}: {source.conditions}."]

@@ -18,7 +18,7 @@ from experiments.paper import NUMBERED, Source, lines
 from saf.errors import InputError, did_you_mean
 
 COLUMNS = ("arm", "label", "reference", "against")
-"""Columns of a table of rows, beside companions and metrics."""
+"""Columns of a table of rows, next to companions and metrics."""
 COMPANIONS = ("tokens", "raw", "exchange")
 """Arms that complete a row's numbers: at matched tokens, on the raw clock, and an ordinary one with more tokens."""
 
@@ -28,7 +28,7 @@ class Row:
     """One row of a table: an arm, and the arms that its numbers are compared with, each in the same seed."""
 
     arm: str
-    """NAME, or NAME@0 for the first report that its run made before the end."""
+    """NAME, or NAME@0 for the first report of its run before the end."""
     label: str
     reference: str | None = None
     """The arm that its change is from."""
@@ -93,7 +93,7 @@ class Recipe:
     seeds: int | None = None
     """How many of the scale's seeds are run where the paper has as many; None is all."""
     intervals: Literal["error", "t"] = "error"
-    """The spread beside a mean over seeds: its standard error, or its 95% interval by Student's t."""
+    """The spread of a mean over seeds: its standard error, or its 95% interval by Student's t."""
     smoke: tuple[str, ...] | None = None
     """Arms of the smoke scale; None is all."""
 

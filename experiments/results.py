@@ -1,6 +1,6 @@
 """The pages of results, docs/results/SUBJECT.md, and every cell of their tables, results/cells.csv.
 
-Both are made from the records in results/ by `python -m experiments results`; `make check` compares. The page of
+Both are rendered from the records in results/ by `python -m experiments results`; `make check` compares. The page of
 answers, docs/results.md, is written by hand: every number of it stands in a cell.
 """
 
@@ -357,7 +357,7 @@ def _trainer(results: Path) -> Iterator[Block]:
 
 
 def _linear(path: Path) -> Iterator[Block]:
-    """Yield the times of frozen heads in linear time beside the same heads otherwise, and draw them over length."""
+    """Yield the times of frozen heads in linear time and of the same heads otherwise, and draw them over length."""
     record, heading, where = read_json(path), "Linear-time frozen heads", {"section": "Linear"}
     lines = [
         {"point": f"{one['length']}x{one['batch']}x{one['micro_batches']}", **one["speedups"]}

@@ -1,7 +1,7 @@
 """The runner: which runs some arms need, and a loop that makes those that are missing, what they depend on first.
 
 A run's folder is `OUT/SCALE/ARM/seed-SEED`. Its `result.json` names scale, arm and seed, and holds what tables read;
-a run that has one is not made again. What stopped or was killed is resumed.
+a run that has one is not trained again. What stopped or was killed is resumed.
 """
 
 import os
@@ -305,7 +305,7 @@ class Outcome:
 def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcome:
     """Make the missing runs, what they need first. One that fails is named, and the others go on.
 
-    With one job runs are made in this process; several are made in processes of their own, a GPU each by turns. Runs
+    With one job runs train in this process; several train in processes of their own, a GPU each by turns. Runs
     that need a failed one are left out.
     """
     pending = {key: run for key, run in runs.items() if run.record() is None}

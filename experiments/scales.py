@@ -14,7 +14,7 @@ from saf.errors import InputError, did_you_mean
 BRANCHES = (0.25, 0.4, 0.5, 0.6, 0.75)
 """Shares of its updates after which every run from initialisation keeps a checkpoint to branch from."""
 FEWEST_UPDATES = 40
-"""Of a run whose tokens are given: the moments of a table then lie on updates of their own, and there is a warm-up."""
+"""Of a run whose name sets its tokens: the moments of a table then lie on different updates, and there is a warm-up."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -157,26 +157,19 @@ METRICS = {
     "last_updates": Metric("mean of the last 100 updates (ms)", 0),
     "peak": Metric("peak memory (GiB)", 2),
 }
-_COMPARING = {
-    "reference": ("delta", "delta_seeds", "extra", "points", "speedup", "peak_change"),
-    "against": ("difference", "relative", "time_ratio", "time_difference", "points_against"),
-}
-"""Metrics by the column of rows that they need."""
 
 
 def check_recipe(name: str, recipe: Recipe) -> None:
-    """Raise InputError for unknown metrics and columns, and for metrics that no row can have."""
+    """Raise InputError for unknown metrics and columns, and for changes and differences that no row can have."""
     for metric in (*recipe.metrics, *recipe.headline):
         if metric not in METRICS:
             raise InputError(f"recipe {name!r} has an unknown metric {metric!r}{did_you_mean(metric, METRICS)}")
     if columns := [each for row in recipe.rows for each in row.paper if each not in recipe.metrics]:
         near = did_you_mean(columns[0], [*COLUMNS, *COMPANIONS, *recipe.metrics])
         raise InputError(f"recipe {name!r} has a column {columns[0]!r} that is none of its metrics{near}")
-    for column, metrics in _COMPARING.items():
-        needing = [metric for metric in metrics if metric in recipe.metrics]
-        if needing and not any(getattr(row, column) for row in recipe.rows):
-            raise InputError(f"recipe {name!r} has the metric {needing[0]!r} and no row with {column!r}")
     changing = {row.arm for row in recipe.rows if row.reference}
+    if "delta" in recipe.metrics and not changing:
+        raise InputError(f"recipe {name!r} has the metric 'delta' and no row with 'reference'")
     if "difference" in recipe.metrics and not changing & {row.against for row in recipe.rows}:
         raise InputError(f"recipe {name!r}: 'difference' needs a row of the arm of 'against', with a reference")
 

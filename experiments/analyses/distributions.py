@@ -68,11 +68,11 @@ class Distributions(ModelAnalysis):
     rate: float = 0.25
     """Share of all heads to look at: those of lowest variance."""
     shown: int = 4
-    """Heads whose curves are kept for the figure, spread evenly over the heads."""
+    """Heads whose curves the figure shows, spread evenly over the heads."""
     scale: float = SCALE
     """Factor of Dirichlet concentrations."""
     profiles: int = 128
-    """Number of sequences for the UMAP of profiles: windows of the controller partition, apart from the others."""
+    """Number of sequences for the UMAP of profiles: windows of the controller partition."""
     umap: bool = False
     """Also project profiles of the shown heads by UMAP (needs umap-learn)."""
     seed: int = 0
@@ -215,16 +215,16 @@ def energy_distance(between: np.ndarray, within_one: np.ndarray, within_other: n
     return float(2 * between.mean() - within_one.mean() - within_other.mean())
 
 
-def split_quartile(apart: np.ndarray, *, rows: int, generator: torch.Generator) -> float:
+def split_quartile(pairs: np.ndarray, *, rows: int, generator: torch.Generator) -> float:
     """Return the upper quartile, over random splits of one sample, of the energy distance between two parts of it.
 
-    `apart [N, N]` are the sample's own distances; each part has `rows` rows.
+    `pairs [N, N]` are the sample's own distances; each part has `rows` rows.
     """
     energies = []
     for _ in range(SPLITS):
-        one, other = torch.randperm(len(apart), generator=generator)[: 2 * rows].view(2, rows).numpy()
+        one, other = torch.randperm(len(pairs), generator=generator)[: 2 * rows].view(2, rows).numpy()
         energies.append(
-            energy_distance(apart[np.ix_(one, other)], apart[np.ix_(one, one)], apart[np.ix_(other, other)])
+            energy_distance(pairs[np.ix_(one, other)], pairs[np.ix_(one, one)], pairs[np.ix_(other, other)])
         )
     return float(np.quantile(energies, 0.75))
 
@@ -259,8 +259,8 @@ def row_distances(
                 }
                 within = distances(chosen, chosen)
                 for name, rows in drawn.items():
-                    apart = energy_distance(distances(rows, chosen), distances(rows, rows), within)
-                    energies[name][number, at] += apart / SETS
+                    energy = energy_distance(distances(rows, chosen), distances(rows, rows), within)
+                    energies[name][number, at] += energy / SETS
     unit = np.where(quartile > 0, quartile, np.nan)
     normalised = {name: values / unit for name, values in energies.items()}
     medians = {name: float(np.nanmedian(values)) for name, values in normalised.items()}
@@ -359,7 +359,7 @@ def project_profiles(sample: dict[str, Tensor], reducer: Any) -> dict[str, np.nd
     """
     roots = {name: values.double().sqrt() for name, values in sample.items()}
     width = roots["measured"].std(0)
-    # A bin that is alike in all measured profiles, perhaps empty, tells nothing apart.
+    # A bin that is alike in all measured profiles, perhaps empty, separates none.
     width = torch.where(width > 0, width, 1.0)
     scaled = {name: ((values - roots["measured"].mean(0)) / width).numpy() for name, values in roots.items()}
     points = {"measured": reducer.fit_transform(scaled["measured"])}

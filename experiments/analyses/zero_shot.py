@@ -1,6 +1,6 @@
 """Trained models whose heads are frozen or pruned: accuracy on zero-shot tasks and perplexity (paper, on Qwen3-4B).
 
-Each arm opens the model anew, freezes heads by a score at a rate, and is measured at once and, where asked for, after
+Each arm opens the model anew, freezes heads by a score at a rate, and is measured at once and, with --heal, again after
 healing. Or models that were frozen elsewhere are measured as they are.
 """
 
@@ -71,9 +71,9 @@ class ZeroShot(Computing):
     tasks: tuple[TaskName, ...] = tuple(ZERO_SHOT)
     """Tasks to answer; --tasks alone is none."""
     task_data: Path | None = None
-    """Folder of the tasks' public files; those of the hub if not given."""
+    """Folder of the tasks' public files; those of the hub by default."""
     questions: int | None = None
-    """Number of questions of each task; all if not given."""
+    """Number of questions of each task; all by default."""
     too_long: TooLong = "refuse"
     """Treatment of questions longer than a calibration sequence: refuse them, or cut their beginning."""
     scores: tuple[Literal["variance", "variance_spread", "forward_kl", "random", "joint_cost"], ...] = (
@@ -92,7 +92,7 @@ class ZeroShot(Computing):
     calibration_seed: int = 0
     """Seed for drawing calibration sequences, windows of healing and random heads."""
     length: int | None = None
-    """Tokens of a calibration sequence, the longest input of every arm; 2,048 or the model's longest if not given."""
+    """Tokens of a calibration sequence, the longest input of every arm; 2,048 or the model's longest by default."""
     other: Path | None = None
     """Another text to measure perplexity on, such as the data or a file of text."""
     windows: int = 0

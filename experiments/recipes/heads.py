@@ -218,7 +218,7 @@ RECIPES["recovery"] = Recipe(
 )
 
 _ROWS = {"sequences": 500, "fitted": 0.6, "rate": 0.25, "scale": 4.0}
-# Prepared folders hold out 5% unless asked for more: of some 30M tokens, 427 sequences.
+# Prepared folders hold out 5% by default: of some 30M tokens, 427 sequences.
 _FEWER = {"sequences": 400}
 _FAMILIES = {"resampled": "whole rows resampled", "gaussian": "Gaussian sampling", "dirichlet": "Dirichlet sampling"}
 
@@ -254,7 +254,7 @@ RECIPES["distributions"] = Recipe(
 # --- models pretrained elsewhere
 
 _QWEN, _TEXT = "Qwen/Qwen3-4B", "qwen3-text"
-# Four questions of each task, made up, in the layouts of the public files.
+# Four invented questions of each task, in the layouts of the public files.
 _SMOKE = {"too_long": "cut", "batch_size": 4}
 
 

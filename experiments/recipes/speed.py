@@ -26,13 +26,12 @@ def _numbers(
     `of` names the paper's measurement, as in `paper.SPEEDS`.
     """
     numbers, edited = [], {"backend": "pruned" if heads == "pruned" else "toeplitz"}
+    way = {"graph": "graph", "call": "call", "attention": "call"}.get(of, "update")
     for length, size in points:
         for rate in rates:
             title, place = f"{length:,} × {size}, {rate:.0%} {heads}", (of, model, length, size, rate, heads)
-            speed, way = paper.quoted(paper.SPEEDS, *place), of if of in ("call", "graph") else "update"
-            if times := paper.quoted(paper.TIMES, *place):
-                speed = f"{times} ms"
-            way = "call" if of == "attention" else way
+            times = paper.quoted(paper.TIMES, *place)
+            speed = f"{times} ms" if times else paper.quoted(paper.SPEEDS, *place)
             numbers.append(speedup(title, rate, (length, size), speed, way=way, mean=of == "four GPUs", **edited))
             if memory:
                 peak = paper.quoted(paper.MEMORY, *place)
@@ -41,7 +40,7 @@ def _numbers(
 
 
 def _points(points: Points, micro_batches: int | None = None) -> tuple[str, ...]:
-    """Return points as flags have them; `micro_batches` are those of an update of eight sequences."""
+    """Return points as flags have them."""
     return tuple(f"{length}x{size}" + f"x{micro_batches}" * bool(micro_batches) for length, size in points)
 
 

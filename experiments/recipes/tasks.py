@@ -2,7 +2,7 @@
 
 from experiments.arms import CONTEXTS, DOWNSTREAM, LATER_ARMS, RECOVERY
 from experiments.measurements import DATA, Measurement, Number, file_of
-from experiments.paper import FINETUNING, FINETUNING_UPDATES, Source
+from experiments.paper import FINETUNING, FINETUNING_UPDATES, Source, lines
 from experiments.recipe import Figure, Recipe, Row, rows
 from experiments.records import RECALL, RECALL_METRICS, recall_metric
 
@@ -121,55 +121,54 @@ _GROUPS = {
     "later-time": "later, time",
     "later-time-pretraining": "later, time, by pretraining seed",
 }
-# By group and model: accuracy of SST-2 and BoolQ.
-_ACCURACIES = {
-    "midpoint": {
-        "ordinary": ("86.24 ± 0.93", "71.86 ± 0.40"),
-        "mean-25": ("86.05 ± 0.54", "70.52 ± 0.16"),
-        "mean-50": ("86.12 ± 0.54", "70.66 ± 0.26"),
-        "pruned-25": ("86.85 ± 0.56", "70.97 ± 0.66"),
-        "pruned-50": ("85.93 ± 0.56", "69.92 ± 0.26"),
-    },
-    "later-tokens": {
-        "ordinary": ("88.88", "71.74"),
-        "mean-25": ("87.39", "72.11"),
-        "pruned-25": ("87.73", "71.99"),
-        "gate-taylor-25": ("87.61", "71.87"),
-        "from-start": ("89.11", "71.25"),
-    },
-    "later-time": {
-        "ordinary": ("87.81 ± 0.28", "71.54 ± 0.23"),
-        "mean-25": ("87.69 ± 0.44", "71.78 ± 0.48"),
-        "pruned-25": ("87.31 ± 0.37", "71.49 ± 0.31"),
-        "gate-taylor-25": ("87.65 ± 0.23", "71.20 ± 0.03"),
-    },
-    "later-time-pretraining": {
-        "ordinary": ("87.00 ± 0.33", "71.78 ± 0.46"),
-        "mean-25": ("87.73 ± 0.46", "71.27 ± 0.67"),
-        "pruned-25": ("87.81 ± 0.34", "71.75 ± 0.29"),
-        "gate-taylor-25": ("86.96 ± 0.49", "71.33 ± 0.16"),
-    },
-}
+_ACCURACIES = lines("""
+    group                  | model          | sst2         | boolq
+    midpoint               | ordinary       | 86.24 ± 0.93 | 71.86 ± 0.40
+    midpoint               | mean-25        | 86.05 ± 0.54 | 70.52 ± 0.16
+    midpoint               | mean-50        | 86.12 ± 0.54 | 70.66 ± 0.26
+    midpoint               | pruned-25      | 86.85 ± 0.56 | 70.97 ± 0.66
+    midpoint               | pruned-50      | 85.93 ± 0.56 | 69.92 ± 0.26
+    later-tokens           | ordinary       | 88.88        | 71.74
+    later-tokens           | mean-25        | 87.39        | 72.11
+    later-tokens           | pruned-25      | 87.73        | 71.99
+    later-tokens           | gate-taylor-25 | 87.61        | 71.87
+    later-tokens           | from-start     | 89.11        | 71.25
+    later-time             | ordinary       | 87.81 ± 0.28 | 71.54 ± 0.23
+    later-time             | mean-25        | 87.69 ± 0.44 | 71.78 ± 0.48
+    later-time             | pruned-25      | 87.31 ± 0.37 | 71.49 ± 0.31
+    later-time             | gate-taylor-25 | 87.65 ± 0.23 | 71.20 ± 0.03
+    later-time-pretraining | ordinary       | 87.00 ± 0.33 | 71.78 ± 0.46
+    later-time-pretraining | mean-25        | 87.73 ± 0.46 | 71.27 ± 0.67
+    later-time-pretraining | pruned-25      | 87.81 ± 0.34 | 71.75 ± 0.29
+    later-time-pretraining | gate-taylor-25 | 86.96 ± 0.49 | 71.33 ± 0.16
+""")
 _FROM_PRUNING = {
     ("later-time-pretraining", "sst2", "mean-25"): {"points_against": "+0.765 ± 0.894"},
     ("later-time-pretraining", "boolq", "mean-25"): {"points_against": "−0.051 ± 0.795"},
 }
 
+
+def _finetuned(group: str, task: str, model: str, accuracy: str) -> Row:
+    name, from_pruning = f"{group}-{task}", model == "mean-25" and group.startswith("later")
+    return Row(
+        arm=f"{name}-{model}",
+        label=f"{_GROUPS[group]}: {TITLES[task]} {_MODELS[model]}",
+        reference=f"{name}-ordinary",
+        against=f"{name}-gate-taylor-25" if from_pruning else None,
+        first_seed=group == "later-tokens",
+        paper={"accuracy": accuracy} | _FROM_PRUNING.get((group, task, model), {}),
+    )
+
+
 RECIPES["pruning_downstream"] = Recipe(
     title="Finetuning of replaced and pruned checkpoints",
     source=Source("tab:pruning-downstream", "124M at 4K; each group says which seed varies, mean ± SE of three"),
     rows=tuple(
-        Row(
-            arm=f"{group}-{task}-{model}",
-            label=f"{_GROUPS[group]}: {TITLES[task]} {_MODELS[model]}",
-            reference=f"{group}-{task}-ordinary",
-            against=f"{group}-{task}-gate-taylor-25" if model == "mean-25" and group.startswith("later") else None,
-            first_seed=group == "later-tokens",
-            paper={"accuracy": texts[place]} | _FROM_PRUNING.get((group, task, model), {}),
-        )
-        for group, models in _ACCURACIES.items()
-        for place, task in enumerate(("sst2", "boolq"))
-        for model, texts in models.items()
+        _finetuned(group, task, line["model"], line[task])
+        for group in _GROUPS
+        for task in ("sst2", "boolq")
+        for line in _ACCURACIES
+        if line["group"] == group
     ),
     also=("tab:pruning-additional-training",),
     metrics=("accuracy", "points", "points_against", "seeds", "updates", "epochs", "heads"),

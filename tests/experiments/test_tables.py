@@ -46,7 +46,6 @@ RECIPE = Recipe(
         ("arm | label | refrence\n a | b | c", ("heads",), "did you mean 'reference'"),
         ("arm | label | minutes\n a | b | 1", ("heads",), "none of its metrics"),
         ("arm | label\n a | b", ("delta",), "no row with 'reference'"),
-        ("arm | label | reference\n a | b | c", ("difference",), "no row with 'against'"),
         ("arm | label | reference | against\n a | b | c | d", ("difference",), "the arm of 'against'"),
     ],
 )
