@@ -18,6 +18,7 @@ PUBLIC = {
 }
 """The layouts of the tasks that are finetuned on; associative recall makes its own examples."""
 SMOKE = Path(__file__).parent / "smoke_tasks"
+"""Zero-shot questions, and in `finetuning` examples, of the smoke scale."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,4 +72,4 @@ def smoke_inputs(folder: Path, inputs: Inputs) -> Inputs:
     data = inputs.data or folder / "data"
     if not data.exists():
         prepare(("python",), data, max_bytes=250_000, vocab_size=512, seed=0, progress=False)
-    return Inputs(data=data, tasks=inputs.tasks or SMOKE, questions=inputs.questions or SMOKE)
+    return Inputs(data=data, tasks=inputs.tasks or SMOKE / "finetuning", questions=inputs.questions or SMOKE)

@@ -185,8 +185,6 @@ class Measurement:
     processes: int = 1
     """Processes that measure together, a GPU each."""
     numbers: tuple[Number, ...] = ()
-    label: str | None = None
-    """Where the paper has these numbers, if not where the recipe's others are."""
     smoke: bool = True
 
     def at(self, scale: str) -> dict[str, Any]:

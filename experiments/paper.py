@@ -17,10 +17,6 @@ class Source:
 
 
 _FLASH = "GH200, bfloat16, ordinary heads on flash attention"
-MAIN = Source(
-    "tab:main-results",
-    f"124M, {_FLASH}, 15 micro-batches an update; medians of pairs",
-)
 QUALITY = Source(
     "tab:main-results",
     "perplexity of 124M, mean ± SE of three seeds, 5,000 updates of 491,520 tokens, frozen halfway",
@@ -30,22 +26,10 @@ NATIVE = Source(
     "tab:pruning-native-systems",
     f"124M, {_FLASH}, six micro-batches of the largest batch that fits; the ratio is that of the two times it gives",
 )
-FINETUNING = Source(
-    "tab:downstream-details",
-    f"124M, {_FLASH}, QuALITY at 16K in four micro-batches; mean ± SE of three batch orders; peak memory of the same",
-)
 ONE_B = Source("tab:scale-up-systems", f"1B, one {_FLASH}, 131,072 tokens an update; medians of pairs")
-FOUR_GPUS = Source(
-    "tab:scale-up-systems",
-    "1B, four GH200, B=2, eight micro-batches each, communication included; mean of four pairs ± SE",
-)
 ONE_B_TEXT = Source("sec:scale-up-results", "1B, one seed, 19.667B tokens, frozen halfway")
 PREFILL = Source(
     "tab:prefill-latency", f"124M trained at 16K, {_FLASH}, no graph replay; medians of fresh-process pairs"
-)
-PREFILL_TEXT = Source("app:kernel-details", f"124M (B=1 at 8K and 16K: random 124M and 774M shapes), {_FLASH}")
-PREFILL_CONTROL = Source(
-    "tab:pruning-prefill", f"124M, one seed, {_FLASH}, fp32 weights under autocast; mean ± SE of 4"
 )
 QWEN = Source("tab:qwen-prefill-details", f"Qwen3-4B, prefill, end to end or attention alone, {_FLASH}")
 QWEN_ZERO_SHOT = Source(
@@ -54,10 +38,6 @@ QWEN_ZERO_SHOT = Source(
 COSTS = Source(
     "tab:intervention-costs",
     "seconds, one GH200, 32 sequences of 4,096 (124M, mean ± SE of three seeds) or 16 of 8,192 (1B, one seed)",
-)
-GRADIENTS = Source(
-    "tab:gradient-errors",
-    "one mixed RoPE layer on GH200 against an eager dense reference in the same precision (B=2, T=129, 4 heads of 64)",
 )
 DISTRIBUTIONS = Source("app:dirichlet-fit", "124M at 1K, halfway; 36 heads, six queries, fitted to 300 sequences")
 SELECTORS = Source("tab:selector-diagnostic", "124M at 4K, halfway; 118 of 144 heads fit")

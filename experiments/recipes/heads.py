@@ -60,7 +60,6 @@ RECIPES["one_head"] = Recipe(
                 *_profile("mass of the first token, %", "first_token", "0.023", None, 3),
                 Number("heads selected in the first four layers", ("in_first_layers",), "21 to 24 of 36", 1),
             ),
-            label=paper.SELECTION_TEXT.label,
         ),
         Measurement(
             name="profiles on the calibration text",
@@ -78,7 +77,6 @@ RECIPES["one_head"] = Recipe(
                 Number(title, ("correlations", "variance", name), paper.PARTIAL[name], signed=True)
                 for name, title in _CORRELATIONS.items()
             ),
-            label=paper.SELECTION_TEXT.label,
         ),
     ),
 )
@@ -307,7 +305,6 @@ RECIPES["qwen_zeroshot"] = Recipe(
             on=(checkpoint("4k-ordinary", 1.0),),
             settings={"frozen": checkpoint("4k-mean-25", 1.0), "too_long": "cut", "task_data": QUESTIONS},
             scaled={"small": {"questions": 500}, "smoke": _SMOKE},
-            label="app:downstream-details",
         ),
     ),
     notes=(

@@ -2,7 +2,7 @@
 
 from experiments.arms import GRADIENT_SCORES, SCORES, percent, tracked
 from experiments.measurements import Measurement, Number, Reference, changes, checkpoint
-from experiments.paper import GEOMETRY, GEOMETRY_CORRELATIONS, QUALITY, Source
+from experiments.paper import GEOMETRY_CORRELATIONS, QUALITY, Source
 from experiments.recipe import Figure, Recipe, Row, rows
 
 RECIPES: dict[str, Recipe] = {}
@@ -247,7 +247,6 @@ RECIPES["rates_and_patterns"] = Recipe(
                 for distance, words in _DISTANCES.items()
                 for key, paper in GEOMETRY_CORRELATIONS[distance].items()
             ),
-            label=GEOMETRY.label,
         ),
     ),
     smoke=tuple(f"4k-{pattern}-{rate}" for rate in ("25", "50") for pattern in ("mean", "dirichlet")),

@@ -121,7 +121,6 @@ def _overlap(name: str, one: str, other: str, paper: str) -> Measurement:
         does="experiments.analyses stability",
         on=(run_of(one), run_of(other)),
         numbers=(Number(title=f"heads in common, {name}", path=("overlap",), paper=paper, places=1),),
-        label="app:pruning-selection-budget",
         smoke=False,
     )
 
@@ -129,6 +128,7 @@ def _overlap(name: str, one: str, other: str, paper: str) -> Measurement:
 RECIPES["later_intervention"] = Recipe(
     title="Later intervention at 25%",
     source=Source("tab:pruning-additional-training", "124M at 4K, 3.6864B tokens, mean ± SE of three seeds"),
+    also=("app:pruning-selection-budget",),
     rows=(
         Row(arm="4k-control-ordinary", label="full run"),
         *rows(

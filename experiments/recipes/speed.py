@@ -89,7 +89,6 @@ RECIPES["training_systems"] = Recipe(
                 "smoke": {**NO_MEMORY, "points": ("32x4x1", "64x2x1")},
             },
             numbers=_numbers("update", "124m", _CONTEXTS, (0.25, 0.5), memory=True),
-            label=paper.MAIN.label,
         ),
     ),
     notes=("The small scale has fewer micro-batches an update, so that clipping and AdamW weigh more.",),
@@ -106,7 +105,6 @@ RECIPES["scale_up_systems"] = Recipe(
         Measurement(
             name="1B, 8K, four GPUs",
             does="saf bench update",
-            label=paper.FOUR_GPUS.label,
             processes=4,
             settings={
                 **{"model": "1b", "points": ("8192x2x32",), "rates": (0.25, 0.5), "parallel": "ddp", "others": ()},
@@ -157,7 +155,6 @@ def _prefill(
         does="saf bench prefill",
         settings=settings,
         scaled={"small": _SMALL_PROMPTS, "smoke": {**_UNGRAPHED, **others.pop("at_smoke", {})}},
-        label=paper.PREFILL_TEXT.label,
         **{"numbers": _numbers(of, model, points, rates), **others},
     )
 
@@ -293,7 +290,6 @@ def _trained_later(arm: str, words: str, speed: str, peak: str) -> Measurement:
             speedup(f"{title}, speedup", 0.25, point, speed, backend=backend, way="call", mean=True),
             peak_change(f"{title}, peak, %", 0.25, point, peak, backend=backend),
         ),
-        label=paper.PREFILL_CONTROL.label,
         smoke=arm == "later-pruned-25-time",
     )
 
@@ -333,7 +329,6 @@ RECIPES["pruning_costs"] = Recipe(
                 speedup("4,096 × 1, 25% frozen, matched time", 0.25, (4_096, 1), "0.877×", way="call"),
                 speedup("4,096 × 1, 25% pruned", 0.25, (4_096, 1), None, backend="pruned", way="call"),
             ),
-            label=paper.PREFILL_CONTROL.label,
             smoke=False,
         ),
     ),
@@ -381,7 +376,6 @@ RECIPES["implementation"] = Recipe(
             does="benchmarks.accuracy",
             scaled={"smoke": {"backends": ("toeplitz",), "precisions": ("fp32",)}},
             numbers=tuple(_errors()),
-            label=paper.GRADIENTS.label,
         ),
         Measurement(
             name="changes of heads",

@@ -2,7 +2,7 @@
 
 from experiments.arms import CONTEXTS, DOWNSTREAM, LATER_ARMS, RECOVERY
 from experiments.measurements import DATA, Measurement, Number, file_of
-from experiments.paper import FINETUNING, FINETUNING_UPDATES, Source, lines
+from experiments.paper import FINETUNING_UPDATES, Source, lines
 from experiments.recipe import Figure, Recipe, Row, rows
 from experiments.records import RECALL, RECALL_METRICS, recall_metric
 
@@ -51,7 +51,6 @@ def _updates(task: str) -> Measurement:
             },
         },
         numbers=tuple(number for rate in _RATES for number in _timed_numbers(task, rate)),
-        label=FINETUNING.label,
         smoke=task == "sst2",
     )
 

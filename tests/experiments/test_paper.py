@@ -47,8 +47,7 @@ def section(source: str, words: str) -> str:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipes_quote_numbers_of_the_papers_sections(name, source):
-    labels = {*RECIPES[name].labels, *(each.label for each in RECIPES[name].measurements if each.label)}
-    places = [f"\\label{{{label}}}" for label in labels]
+    places = [f"\\label{{{label}}}" for label in RECIPES[name].labels]
     places += [words for other, words in UNLABELLED.items() if other == name]
     known = printed("".join(section(source, words) for words in places))
     quoted = [text for row in RECIPES[name].rows for text in row.paper.values()] + [n.paper for n in measured(name)]
