@@ -237,28 +237,28 @@ class RecipeTable:
             values=("value", list),
             seed=("seed", "first"),
         )
-        stated, lines = over_seeds.to_dict("index"), []
+        known, lines = over_seeds.to_dict("index"), []
         for row in self.recipe.rows:
             for metric in self.recipe.metrics:
                 line = {"row": row.label, "arm": row.arm, "metric": metric, "seeds": 0}
-                if (numbers := stated.get((row.label, metric))) is not None:
-                    low, high = self._interval(row, metric, numbers)
-                    line |= {**numbers, "low": low, "high": high}
-                    line["text"] = text_of(METRICS[metric], numbers["mean"], numbers["standard_error"], (low, high))
+                if (own := known.get((row.label, metric))) is not None:
+                    low, high = self._interval(row, metric, own)
+                    line |= {**own, "low": low, "high": high}
+                    line["text"] = text_of(METRICS[metric], own["mean"], own["standard_error"], (low, high))
                     if METRICS[metric].every_seed:
-                        line["text"] = ", ".join(text_of(METRICS[metric], value) for value in numbers["values"])
+                        line["text"] = ", ".join(text_of(METRICS[metric], value) for value in own["values"])
                 lines.append({**line, "paper": self._paper(row, metric)})
         columns = ["row", "arm", "metric", "mean", "standard_error", "low", "high", "seeds", "paper", "text"]
         return pd.DataFrame(lines, columns=columns).set_index(["row", "metric"], drop=False)
 
-    def _interval(self, row: Row, metric: str, numbers: Mapping[str, Any]) -> tuple[float, float]:
+    def _interval(self, row: Row, metric: str, own: Mapping[str, Any]) -> tuple[float, float]:
         """Return the 95% interval of a metric that compares arms; NaN for others, and where it has none."""
-        if (of := METRICS[metric].of) is not None and numbers["seeds"] == 1:
-            return self._bootstrap(row, of, numbers["seed"])
+        if (of := METRICS[metric].of) is not None and own["seeds"] == 1:
+            return self._bootstrap(row, of, own["seed"])
         if of is None or self.recipe.intervals == "error":
             return math.nan, math.nan
-        reach = float(stdtrit(numbers["seeds"] - 1, 0.975)) * numbers["standard_error"]
-        return numbers["mean"] - reach, numbers["mean"] + reach
+        reach = float(stdtrit(own["seeds"] - 1, 0.975)) * own["standard_error"]
+        return own["mean"] - reach, own["mean"] + reach
 
     def _paper(self, row: Row, metric: str) -> str | None:
         """Return the paper's number; a difference that it does not have is that of the two changes that it has."""

@@ -139,8 +139,8 @@ def test_storage_counts_every_form(run, arms):
 
 
 def test_unusable_input_is_refused(arms, tmp_path, capsys):
-    checkpoint, events, kept = midpoint(arms), arms[1] / "events.jsonl", tmp_path / "kept.json"
-    kept.write_text("kept")
+    checkpoint, events, old = midpoint(arms), arms[1] / "events.jsonl", tmp_path / "old.json"
+    old.write_text("old")
     for words, message in (
         (("storage", arms[0]), "no frozen heads"),
         (("profiles", checkpoint, "--selected", *(f"0:{head}" for head in range(4))), "nothing to compare"),
@@ -151,9 +151,9 @@ def test_unusable_input_is_refused(arms, tmp_path, capsys):
         (("geometry", checkpoint, "--rates", 1.5), "must be in (0, 1]"),
         (("geometry", checkpoint, "--rates", 0.25, "--costs", arms[1] / "config.json"), "a rank needs two"),
         (("distributions", checkpoint, "--sequences", 5), "to be fitted to and two others; got 3 of 5"),
-        (("geometry", checkpoint, "--out", kept), "exists already"),
+        (("geometry", checkpoint, "--out", old), "exists already"),
     ):
         device = () if words[0] == "storage" else ("--device", "cpu")
         assert main(list(map(str, (*words, *device)))) == 2
         assert message in capsys.readouterr().err
-    assert kept.read_text() == "kept"
+    assert old.read_text() == "old"

@@ -130,9 +130,9 @@ def test_partial_spearman_is_the_correlation_of_residuals(rng, covariates):
     values[1] += values[0]
     values[0, 2, 3] = np.nan
     found = partial_spearman(*map(torch.tensor, values[:2]), covariates=[torch.tensor(v) for v in values[2:]])
-    kept = ~np.isnan(values[0])
-    ranked = [stats.rankdata(v[kept]) for v in values]
-    at = np.repeat(np.arange(5), 6)[kept.flatten()]
+    known = ~np.isnan(values[0])
+    ranked = [stats.rankdata(v[known]) for v in values]
+    at = np.repeat(np.arange(5), 6)[known.flatten()]
     design = np.stack([*((at == layer).astype(float) for layer in range(5)), *ranked[2:]], axis=1)
     inverse = np.linalg.inv(design.T @ design)
     residuals = [r - design @ (inverse @ (design.T @ r)) for r in ranked[:2]]

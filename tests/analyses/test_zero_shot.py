@@ -43,9 +43,9 @@ def folder(tmp_path_factory):
 
 
 def study(folder, **more) -> dict:
-    given = {"model": folder / "model", "data": folder / "text.txt", "tasks": TASKS, "task_data": folder / "tasks"}
+    settings = {"model": folder / "model", "data": folder / "text.txt", "tasks": TASKS, "task_data": folder / "tasks"}
     return ZeroShot(
-        **{**given, "sequences": 6, "rates": (0.25, 0.5), "max_fit_kl": 100.0, "device": "cpu", **more}
+        **{**settings, "sequences": 6, "rates": (0.25, 0.5), "max_fit_kl": 100.0, "device": "cpu", **more}
     ).measure()
 
 
@@ -132,8 +132,8 @@ def test_models_frozen_elsewhere_answer_as_they_are(folder, record, tmp_path):
 def test_questions_longer_than_the_calibration_are_refused_or_cut(folder):
     with pytest.raises(InputError, match="at most 16 tokens"):
         study(folder, length=16)
-    asked = {"rates": (0.9,), "scores": ("variance",), "questions": 2, "max_fit_kl": 0.01}
-    found = study(folder, length=16, too_long="cut", **asked)
+    more = {"rates": (0.9,), "scores": ("variance",), "questions": 2, "max_fit_kl": 0.01}
+    found = study(folder, length=16, too_long="cut", **more)
     assert found["length"] == 16
     (arm,) = found["arms"]
     assert (arm["name"], arm["share"]) == ("variance 33.3% (90% asked for)", 8 / 24)
@@ -142,8 +142,8 @@ def test_questions_longer_than_the_calibration_are_refused_or_cut(folder):
 
 
 def test_controls_have_the_heads_of_their_arm_and_all_are_measured_again_after_healing(folder):
-    asked = {"scores": ("joint_cost",), "rates": (0.25,), "controls": True, "heal": 2 * LENGTH, "windows": 2}
-    found = study(folder, other=folder / "text.txt", choosing=4, tasks=(), **asked)
+    more = {"scores": ("joint_cost",), "rates": (0.25,), "controls": True, "heal": 2 * LENGTH, "windows": 2}
+    found = study(folder, other=folder / "text.txt", choosing=4, tasks=(), **more)
     frozen, pruned, linear = found["arms"]
     assert [arm["score"] for arm in found["arms"]] == ["joint_cost", "joint_cost pruned", "joint_cost in linear time"]
     assert frozen["heads"] == pruned["heads"] == linear["heads"]

@@ -11,9 +11,9 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def dated(name: str, date: str, *, times: dict[str, list[float]] = TIMES) -> dict:
-    made = copy.deepcopy(record(times=times))
-    made["provenance"]["date"] = date
-    return {**made, "name": name, "elsewhere": ""}
+    measured = copy.deepcopy(record(times=times))
+    measured["provenance"]["date"] = date
+    return {**measured, "name": name, "elsewhere": ""}
 
 
 def test_the_newest_measurement_stands_and_a_refused_one_replaces_none():
@@ -30,10 +30,10 @@ def test_the_newest_measurement_stands_and_a_refused_one_replaces_none():
 def test_pages_are_rendered_from_records_and_what_differs_is_named(tmp_path):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "bench").symlink_to(ROOT / "results" / "bench")
-    made = render(tmp_path / "results", tmp_path / "docs")
-    names = {path.name for path in made}
+    pages = render(tmp_path / "results", tmp_path / "docs")
+    names = {path.name for path in pages}
     assert {"updates.md", "inference.md", "attention.md", "freezing.md", "cells.csv"} <= names
-    for path, text in made.items():
+    for path, text in pages.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "docs" / "results.md").write_text("**1.081×** here and **77.7×** there")

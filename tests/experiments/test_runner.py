@@ -32,21 +32,19 @@ def runs_of(arms: dict[str, Arm], root: Path, monkeypatch) -> dict:
     return plan([(name, 1337) for name in arms], SMOKE, root)
 
 
-def test_an_arm_of_two_recipes_is_run_once_and_a_second_command_makes_nothing(inputs, tmp_path, capsys):
+def test_an_arm_of_two_recipes_is_run_once_and_a_second_command_makes_nothing(inputs, tmp_path):
     wanted = [("4k-mean-25", 1337), ("4k-mean-25-control", 1337), ("4k-mean-25", 1337)]
     runs = plan(wanted, SMOKE, tmp_path)
     assert list(runs) == [("4k-ordinary", 1337), ("4k-mean-25", 1337)]
     assert not execute(runs, inputs).failed
     result = tmp_path / "smoke/4k-mean-25/seed-1337/result.json"
-    record, made = json.loads(result.read_text()), result.stat().st_mtime_ns
+    record, written = json.loads(result.read_text()), result.stat().st_mtime_ns
     place = {name: record["experiment"][name] for name in ("scale", "arm", "seed")}
     assert place == {"scale": "smoke", "arm": "4k-mean-25", "seed": 1337}
     assert len(record["provenance"]["heads"]) == 4  # a quarter of 2 layers x 8 heads
     assert record["checks"] == CHECKS
-    capsys.readouterr()
     execute(plan(wanted, SMOKE, tmp_path), inputs)
-    assert not capsys.readouterr().err
-    assert result.stat().st_mtime_ns == made
+    assert result.stat().st_mtime_ns == written
 
 
 def test_a_run_that_fails_is_named_what_needs_it_is_left_out_and_the_others_go_on(inputs, tmp_path, monkeypatch):
@@ -66,7 +64,6 @@ def test_a_run_that_fails_is_named_what_needs_it_is_left_out_and_the_others_go_o
     [
         ({"peek_lr": 1.0}, "did you mean 'peak_lr'"),
         ({"freeze": {"rats": 0.3}}, "did you mean 'rate'"),
-        ({"freeze": {"score": "forward_lk"}}, "did you mean 'forward_kl'"),
         ({"schedule": {"name": "gradul"}}, "gradual"),
     ],
 )
@@ -133,12 +130,12 @@ def test_every_arm_has_settings_that_a_run_takes(name):
 
 
 def test_a_dry_run_lists_tokens_and_makes_nothing(tmp_path, capsys):
-    asked = ["contexts", "--scale", "paper", "--seeds", "1337", "--dry-run", "--out", str(tmp_path)]
-    assert main(asked) == 0
+    words = ["contexts", "--scale", "paper", "--seeds", "1337", "--dry-run", "--out", str(tmp_path)]
+    assert main(words) == 0
     lines = {line.split(" ")[0]: line for line in capsys.readouterr().out.splitlines()}
     assert "2,457,600,000" in lines["4k-ordinary"]  # 5,000 updates of 491,520 tokens
     assert "1,228,800,000" in lines["4k-mean-25"]
-    assert main([*asked, "--arms", "8k-mean-25", "4k-mean-25", "--tokens-per-second", "1e6"]) == 0
+    assert main([*words, "--arms", "8k-mean-25", "4k-mean-25", "--tokens-per-second", "1e6"]) == 0
     *_, short, _, total = capsys.readouterr().out.splitlines()
     assert "at 4,096 tokens of context: 2 runs, 3,686,400,000 tokens, 1.0 hours" in short
     assert "in all: 4 runs, 7,372,800,000 tokens, 2.0 hours" in total

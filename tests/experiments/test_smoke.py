@@ -9,15 +9,15 @@ from experiments.__main__ import main
 from experiments.recipe import names, recipe
 
 SECONDS = 90
-"""Of one core: 60 on an idle one, and what other tests beside it take from the caches."""
+"""Of one core: 60 on an idle one, and what other tests at the same time take from the caches."""
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::saf.errors.SafWarning")
 def test_all_recipes_are_run_and_shown_in_a_minute(tmp_path, capsys):
     began = time.process_time()
-    asked = [*names(), "--scale", "smoke", "--out", str(tmp_path), "--tables", str(tmp_path / "tables")]
-    assert main(asked) == 0, capsys.readouterr().err[-4_000:]
+    words = [*names(), "--scale", "smoke", "--out", str(tmp_path), "--tables", str(tmp_path / "tables")]
+    assert main(words) == 0, capsys.readouterr().err[-4_000:]
     assert time.process_time() - began < SECONDS
     for name in names():
         found, stem = recipe(name), tmp_path / "tables" / f"smoke-{name}"
