@@ -6,7 +6,22 @@ import torch
 from torch import Tensor
 
 from saf.calibration.measure import LayerStatistics
+from saf.models import GPT
 from saf.statistics import FLOOR
+
+
+def queries_and_keys(network: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Rotated queries and keys of each layer, as its attention computes them."""
+    seen: list[tuple[Tensor, Tensor]] = []
+    handles = [
+        block.attention.live.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[:2]))
+        for block in network.blocks
+    ]
+    with torch.no_grad():
+        network(ids)
+    for handle in handles:
+        handle.remove()
+    return seen
 
 
 def dense_statistics(

@@ -14,7 +14,7 @@ from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.patterns import CompactPattern
 from saf.surgery import install_
-from tests.calibration.oracle import dense_statistics
+from tests.calibration.oracle import dense_statistics, queries_and_keys
 
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 
@@ -67,11 +67,7 @@ def test_no_variance_is_exactly_zero_and_a_very_low_one_stays_positive(generator
 
 def test_the_model_is_measured_as_its_own_attention_computes_it():
     network, ids = model(), tokens()
-    seen = {}
-    for layer, block in enumerate(network.blocks):
-        block.attention.live.register_forward_pre_hook(lambda _, inputs, at=layer: seen.update({at: inputs[:2]}))
-    network(ids)
-    expected = [dense_statistics(*(each.detach() for each in seen[layer]), kv_head=range(4)) for layer in range(3)]
+    expected = [dense_statistics(*layer, kv_head=range(4)) for layer in queries_and_keys(network, ids)]
     actual = calibrate(network, [ids[:2], {"input_ids": ids[2:]}])
     assert (actual.length, actual.num_sequences) == (40, 5)
     for name in FIELDS:

@@ -16,6 +16,7 @@ from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
 from saf.surgery import install_
 from saf.targets import target_of
+from tests.calibration.oracle import queries_and_keys
 from tests.calibration.test_calibrate import model, tokens
 
 HEADS = HeadSet([(0, 2), (1, 0), (1, 3), (2, 1)])
@@ -26,18 +27,9 @@ LAYER = 2 * 5 * 40 * 32 * 4
 
 def logits_of(network: GPT, ids: torch.Tensor, heads: HeadSet) -> torch.Tensor:
     """Return causal logits `[F, N, T, T]`, -inf above the diagonal."""
-    seen = {}
-    handles = [
-        block.attention.live.register_forward_pre_hook(lambda _, args, at=layer: seen.update({at: args[:2]}))
-        for layer, block in enumerate(network.blocks)
-    ]
-    with torch.no_grad():
-        network(ids)
-    for handle in handles:
-        handle.remove()
-    future = torch.ones(40, 40, dtype=torch.bool).triu(1)
-    scores = [(seen[layer][0] @ seen[layer][1].mT / 8**0.5)[:, head] for layer, head in heads]
-    return torch.stack(scores).masked_fill(future, -torch.inf)
+    layers = queries_and_keys(network, ids)
+    scores = [(layers[layer][0] @ layers[layer][1].mT / 8**0.5)[:, head] for layer, head in heads]
+    return torch.stack(scores).masked_fill(torch.ones(40, 40, dtype=torch.bool).triu(1), -torch.inf)
 
 
 def expected(logits: torch.Tensor) -> dict[str, torch.Tensor]:
