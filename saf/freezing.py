@@ -363,7 +363,9 @@ def _in_linear_time(fit: FittedHead, form: ExponentialFit, max_fit_kl: float) ->
 # --- the edit, for good at line 21, and for a while where its cost is measured
 
 
-def _edit_(model: nn.Module, fits: Mapping[Head, FittedHead], config: FreezeConfig, optimizer: Any, heads: HeadSet):
+def _edit_(
+    model: nn.Module, fits: Mapping[Head, FittedHead], config: FreezeConfig, optimizer: Any, heads: HeadSet
+) -> None:
     """Install the heads' patterns, or remove the heads where the settings prune."""
     if config.operation == "prune":
         prune_(model, heads, optimizer=optimizer)

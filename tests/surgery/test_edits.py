@@ -1,10 +1,9 @@
-"""What edits do to gradients, in inference mode, to averaged weights and when they fail half way."""
+"""What edits do to gradients, in inference mode, and when they fail half way."""
 
 import copy
 
 import pytest
 import torch
-from torch.optim.swa_utils import AveragedModel
 
 import saf
 from saf.errors import CheckpointError, InputError, UnsupportedError
@@ -51,23 +50,6 @@ def test_heads_frozen_in_inference_mode_can_be_trained_afterwards():
     assert update(model, trainer) > update(model, trainer)
     value = torch.randn(1, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True)
     saf.frozen_attention(value, ordinary).sum().backward()
-
-
-def test_averaged_weights_are_saved_with_their_heads_and_open_again(tmp_path):
-    """Which heads are frozen, and how, is no number to average."""
-    model, trainer = make()
-    install_(model, SOME, patterns(6), optimizer=trainer)
-    averaged, weights = AveragedModel(model, use_buffers=True), []
-    for _ in range(3):
-        update(model, trainer)
-        averaged.update_parameters(model)
-        weights.append(model.state_dict()["norm.weight"].clone())
-    saf.save(averaged.module.float(), tmp_path / "saved")
-    again = saf.load(tmp_path / "saved")
-    assert torch.equal(again(TOKENS[:, :-1]), averaged(TOKENS[:, :-1]))
-    torch.testing.assert_close(again.state_dict()["norm.weight"], torch.stack(weights).mean(0).float())
-    uninstall_(again, SOME)
-    model.load_state_dict(averaged.module.state_dict())
 
 
 def mixed_state():
