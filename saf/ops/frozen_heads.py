@@ -184,7 +184,7 @@ class FrozenHeads(nn.Module):
 
     def _device(self) -> torch.device | None:
         """Return where the tables or the trained logits are; None while there are none."""
-        for table in self._buffers.values():  # every call asks, so without a walk over modules
+        for table in self._buffers.values():  # in every call, so without a walk over modules
             if table is not None:
                 return table.device
         return next((logits.device for logits in self.parameters()), None)

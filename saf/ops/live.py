@@ -104,7 +104,7 @@ def _without_padding(output: Tensor, left_pad: Tensor | None, columns: int) -> T
 
 def check_kernel(kernel: str) -> None:
     """Raise InputError for an unknown kernel."""
-    if kernel != "auto":  # every call asks
+    if kernel != "auto":  # in every call: without the list of names
         check_name("attention kernel", kernel, ("auto", *KERNELS, FLASH_DECODE))
 
 

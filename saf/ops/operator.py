@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from saf.errors import UnsupportedError
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Found at import: compiled code asks while it is traced, where a search for a module breaks the graph.
+# Searched for at import: a search while compiled code is traced breaks the graph.
 _TRITON = find_spec("triton") is not None
 
 

@@ -42,9 +42,9 @@ class LinearConfig(NamedTuple):
 
     Attributes:
         stretch: chunks that a program walks.
-        columns: of B x D that it computes, a power of two.
-        warps: of `states_kernel` and of `mix_kernel`.
-        stages: loads in flight, of each.
+        columns: columns of B x D that it computes, a power of two.
+        warps: warps of a program of `states_kernel` and of `mix_kernel`.
+        stages: loads in flight in either.
     """
 
     stretch: int
@@ -54,7 +54,7 @@ class LinearConfig(NamedTuple):
 
 
 def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype) -> LinearConfig:
-    """Return the written rule: as many programs as run at once, more only where heads and columns alone are more."""
+    """Return the written rule: stretches just so long that all programs run at once, where that is possible."""
     exact = dtype == torch.float32  # sums in registers, without matrix units
     block = min(16 if exact else 64, max(16, 1 << (columns - 1).bit_length()))
     stretch = _stretch(cdiv(length, CHUNK), heads * cdiv(columns, block))
@@ -104,6 +104,7 @@ def linear_matmul(
         for warps, stages in zip(config.warps, config.stages, strict=True)
     )
     blocks, stretches = cdiv(columns, config.columns), cdiv(cdiv(length, rows), config.stretch)
+    # The state at the end of every stretch but the last, which no other reads.
     states = before.new_empty(heads, max(1, stretches - 1), 2, poles, columns, dtype=torch.float32)
     pad = before if left_pad is None else left_pad  # never read then
     if stretches > 1:
