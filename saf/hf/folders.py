@@ -96,7 +96,9 @@ class TransformersFolder:
             opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **options)
         model, info = opened
         if missing := sorted(info["missing_keys"]):
-            raise CheckpointError(f"{self.name} lacks {len(missing)} weights: {', '.join(missing[:3])}; save it again")
+            raise CheckpointError(
+                f"{self.name} has no values for {len(missing)} weights: {', '.join(missing[:3])}; save it again"
+            )
         return model.to(device).eval()
 
     def config(self) -> Any:
@@ -111,7 +113,7 @@ class TransformersFolder:
 
     def encoder(self, data: TokenData | None = None) -> Encoder:
         """Open the model's tokenizer; raise DataError where transformers finds none."""
-        with _raising(DataError, f"{self.name} has no tokenizer, which belongs beside the model"):
+        with _raising(DataError, f"{self.name} has no tokenizer; copy it into the model's folder"):
             tokenizer: Any = AutoTokenizer.from_pretrained(self.name)
         bos = tokenizer.bos_token_id
         first = tokenizer.eos_token_id if bos is None else bos
@@ -152,17 +154,9 @@ def freeze_folder(
         InputError: No model is there, or settings that it cannot be frozen with.
         UnsupportedError: A model of a family without an adapter.
     """
-    config = settings.config
-    check_new(settings)
-    if "gradient" in config.needs:
-        raise InputError("a model's folder holds no average of Q/K gradients; choose another score")
-    source = TransformersFolder.find(settings.checkpoint)
-    device, data = pick_device(settings.device), source.data(settings.data)
+    source, data = _source(settings)
+    config, device = settings.config, pick_device(settings.device)
     bos = source.encoder().beginning(source.name) if settings.bos else None
-    if "outputs" in config.needs and isinstance(data, TextData):
-        raise InputError(
-            f"this score reads held-out text: give --data a folder by `saf data prepare --tokenizer {source.folder}`"
-        )
     dtype = torch.float32 if settings.heal is not None else None  # weights of 16 bits would not train
     model: Any = source.model(device, dtype)
     parent = source.hash  # only now: opening a model of the hub downloads its files
@@ -199,6 +193,20 @@ def freeze_folder(
     )
     _write(settings.out, model, source, report, header | {"precision": precision, "bos": bos})
     return report, folder_hash(settings.out), parent
+
+
+def _source(settings: CheckpointFreezing) -> tuple[TransformersFolder, TokenData]:
+    """Return the model's folder and the text; raise InputError where a folder has not what the score reads."""
+    check_new(settings)
+    if "gradient" in settings.config.needs:
+        raise InputError("a model's folder holds no average of Q/K gradients; choose another score")
+    source = TransformersFolder.find(settings.checkpoint)
+    data = source.data(settings.data)
+    if "outputs" in settings.config.needs and isinstance(data, TextData):
+        raise InputError(
+            f"this score reads held-out text: give --data a folder by `saf data prepare --tokenizer {source.folder}`"
+        )
+    return source, data
 
 
 def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tuple[Tensor, Tensor, Tensor]:
