@@ -97,12 +97,8 @@ class FreezeCallback(TrainerCallback, ExportableState):
         """Return the settings, the schedule's state and the events so far, for a checkpoint."""
         progress, run = None, self._run
         if run is not None:
-            progress = {
-                "settings": self._settings(),
-                "updates": run.updates,
-                "schedule": run.proposer.state_dict(),
-                "events": [event.values for event in run.events],
-            }
+            progress = {"settings": self._settings(), "updates": run.updates, "schedule": run.proposer.state_dict()}
+            progress["events"] = [event.values for event in run.events]
         return {"args": {}, "attributes": {"progress": progress}}
 
     # --- what a Trainer calls
@@ -368,16 +364,17 @@ def _wrapped(ordinary: Callable[..., Any], before: Any, after: Any) -> Callable[
     return method
 
 
-def _callbacks(trainer: Any) -> list[FreezeCallback]:
-    return [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, FreezeCallback)]
+def _callback(trainer: Any) -> FreezeCallback | None:
+    """Return the Trainer's callback; raise InputError for several."""
+    callbacks = [each for each in trainer.callback_handler.callbacks if isinstance(each, FreezeCallback)]
+    if len(callbacks) > 1:
+        raise InputError(f"a Trainer takes one FreezeCallback, got {len(callbacks)}: use a schedule of many events")
+    return callbacks[0] if callbacks else None
 
 
 def _introduce_(trainer: Any, *_: Any, **__: Any) -> None:
     """Give the callback its Trainer."""
-    callbacks = _callbacks(trainer)
-    if len(callbacks) > 1:
-        raise InputError(f"a Trainer takes one FreezeCallback, got {len(callbacks)}: use a schedule of many events")
-    for callback in callbacks:
+    if (callback := _callback(trainer)) is not None:
         callback.trainer = trainer
         if trainer.args.torch_compile:
             torch.compiler.reset()  # programs of a model that was frozen before have its heads
@@ -388,7 +385,7 @@ def _load_heads_(trainer: Any, resume_from_checkpoint: str | None = None, model:
 
     Moments of the weights that change shape are dropped; a resumed Trainer loads the checkpoint's afterwards.
     """
-    if not _callbacks(trainer):
+    if _callback(trainer) is None:
         return
     folder = Path(resume_from_checkpoint or trainer.state.best_model_checkpoint)
     model = trainer.model if model is None else model
