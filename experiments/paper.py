@@ -15,6 +15,11 @@ class Source:
     label: str
     conditions: str
 
+    @property
+    def note(self) -> str:
+        """The note below a table with numbers of it."""
+        return f"Paper, {self.label}: {self.conditions}."
+
 
 _FLASH = "GH200, bfloat16, ordinary heads on flash attention"
 QUALITY = Source(
@@ -281,8 +286,3 @@ GEOMETRY_CORRELATIONS = {
     "hellinger": {"0.1": "0.800", "0.25": "0.900", "0.5": "0.900", "0.75": "1.000", "stratified": "0.900"},
     "total_variation": {"0.1": "0.800", "0.25": "0.900", "0.5": "0.900", "0.75": "1.000", "stratified": "0.900"},
 }
-
-
-def notes(source: Source) -> list[str]:
-    """Return the note of a table that quotes numbers of one source."""
-    return [f"Paper, {source.label}: {source.conditions}."]

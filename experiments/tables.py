@@ -366,8 +366,7 @@ class RecipeTable:
             for label in self.overtrained()
         ]
         notes += self.recipe.notes
-        if source := self.recipe.source:
-            notes.append(f"Paper, {source.label}: {source.conditions}.")
+        notes += [self.recipe.source.note] if self.recipe.source else []
         several: Any = self.summary[self.summary["seeds"] > 1]
         one: Any = self.summary[self.summary["seeds"] == 1]
         if several["low"].isna().any():

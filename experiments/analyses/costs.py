@@ -105,7 +105,7 @@ class OneHead(ModelAnalysis):
             f"Immediate cost of single heads, and which scores predict it: {record['windows']} held-out windows of "
             f"{record['length']:,} tokens; {len(record['eligible'])} of {measured} heads fit."
         )
-        return [conditions, Table.of("", columns, rows, paper.notes(paper.SELECTORS)).used()]
+        return [conditions, Table.of("", columns, rows, [paper.SELECTORS.note]).used()]
 
     @staticmethod
     def draw(records: Sequence[Record]) -> Figure:
@@ -232,7 +232,7 @@ class PartialSpearman(Analysis):
                 correlation(each.get(key)) + f" (paper {papers.get(key)})" * (key in papers) for key in CORRELATIONS
             ]
             rows.append([name.replace("_", " "), *cells])
-        table = Table.of("", ["score", *CORRELATIONS.values()], rows, paper.notes(paper.SELECTION_TEXT))
+        table = Table.of("", ["score", *CORRELATIONS.values()], rows, [paper.SELECTION_TEXT.note])
         return [f"Scores and the cost of single heads, layer and entropy held: {record['heads']} heads.", table.used()]
 
 
@@ -288,5 +288,5 @@ class JointCost(ModelAnalysis):
             f"Immediate cost of two head sets: {record['overlap']} heads in common, windows of {record['length']:,} "
             f"tokens. Paper: sets by residual cosine {papers['residual_cosine']}, by variance {papers['variance']}, "
             f"{papers['overlap']} in common.",
-            Table.of("", ["set", "heads", "perplexity", "95% interval"], rows, paper.notes(paper.SELECTION_TEXT)),
+            Table.of("", ["set", "heads", "perplexity", "95% interval"], rows, [paper.SELECTION_TEXT.note]),
         ]

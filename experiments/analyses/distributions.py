@@ -126,7 +126,7 @@ class Distributions(ModelAnalysis):
         return [
             conditions,
             Table.of("", ["rows drawn", "ours", "paper"], rows),
-            Table.of(title, columns, steps, paper.notes(paper.DISTRIBUTIONS)),
+            Table.of(title, columns, steps, [paper.DISTRIBUTIONS.note]),
         ]
 
     @staticmethod

@@ -72,7 +72,7 @@ class Geometry(ModelAnalysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        distances, notes = record["distances"], paper.notes(paper.GEOMETRY)
+        distances, notes = record["distances"], [paper.GEOMETRY.note]
         rows = [
             [
                 f"{percent(rate)} {pattern.replace('_', ' ')}",
@@ -190,5 +190,5 @@ class Storage(Analysis):
             [words, f"{record['bytes'][name] / 1e9:.3g} GB", paper.STORAGE.get(name)] for name, words in FORMS.items()
         ]
         conditions = f"Storage of the patterns of {record['heads']} frozen heads in {record['layers']} layers, float32."
-        notes = [*paper.notes(paper.IMPLEMENTATION), "The paper's compact buffers are those of its execution."]
+        notes = [paper.IMPLEMENTATION.note, "The paper's compact buffers are those of its execution."]
         return [conditions, Table.of("", ["form", "ours", "paper"], rows, notes)]

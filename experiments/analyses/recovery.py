@@ -61,7 +61,7 @@ class Recovery(Analysis):
         )
         after = f"gap {record['after']:,} updates later, nats"
         columns = ["intervention after", "perplexity at once", after, "gap at the end, nats"]
-        return [conditions, Table.of("", columns, rows, paper.notes(paper.RECOVERY))]
+        return [conditions, Table.of("", columns, rows, [paper.RECOVERY.note])]
 
     @staticmethod
     def draw(records: Sequence[Record]) -> Figure:

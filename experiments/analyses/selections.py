@@ -91,7 +91,7 @@ class Stability(Analysis):
         ]
         columns = ["", "ours", "paper, 25% and 50% of training"]
         conditions = f"Stability of the selection: {record['first']} and {record['second']} heads."
-        return [conditions, Table.of("", columns, rows, paper.notes(paper.SELECTION_TEXT))]
+        return [conditions, Table.of("", columns, rows, [paper.SELECTION_TEXT.note])]
 
     @staticmethod
     def draw(records: Sequence[Record]) -> Figure:
@@ -182,7 +182,7 @@ class Profiles(ModelAnalysis):
         return [
             f"How heads spread their attention: {record['windows']} windows of {record['length']:,} tokens, "
             f"{len(record['selected'])} heads selected.",
-            Table.of("", columns, rows, paper.notes(paper.SELECTION_TEXT)).used(),
+            Table.of("", columns, rows, [paper.SELECTION_TEXT.note]).used(),
         ]
 
     @staticmethod

@@ -480,5 +480,5 @@ def _heads_table(record: Record) -> Part:
         overlap = None if shared is None else percent(shared)
         rows.append([arm["name"], len(arm["heads"]), len(arm["rejected"]), thirds, *medians, overlap])
     columns = ["arm", "heads", "rejected fits", "by thirds of the layers", "fit KL", "forward KL", "chosen by both"]
-    notes = ["Medians over the heads, nats per row.", *paper.notes(paper.QWEN_ZERO_SHOT)]
+    notes = ["Medians over the heads, nats per row.", paper.QWEN_ZERO_SHOT.note]
     return Table.of("Heads", columns, rows, notes)
