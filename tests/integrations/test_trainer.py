@@ -21,17 +21,9 @@ CONFIG = saf.FreezeConfig(count=4, max_fit_kl=99)
 UPDATES = 8
 
 
-class Rows(torch.utils.data.Dataset):
-    """Sequences of their own labels."""
-
-    def __init__(self, count: int = 24, seed: int = 9):
-        self.rows = tokens(count, LENGTH, seed=seed)
-
-    def __len__(self):
-        return len(self.rows)
-
-    def __getitem__(self, index):
-        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+def labelled(ids):
+    """Sequences as their own labels."""
+    return [{"input_ids": row, "labels": row} for row in ids]
 
 
 class Killed(transformers.TrainerCallback):
@@ -54,8 +46,9 @@ def trainer(hf, folder, *callbacks, family="llama", model=None, rows=None, **opt
     settings |= {"logging_steps": 1, "learning_rate": 1e-2, "report_to": [], "disable_tqdm": True}
     model = make(family) if model is None else model
     args = hf.TrainingArguments(str(folder), **settings | options)
-    rows = Rows() if rows is None else rows
-    return hf.Trainer(model, args, train_dataset=rows, eval_dataset=Rows(4, 3), callbacks=list(callbacks))
+    train, evaluation = tokens(24, seed=9) if rows is None else rows, tokens(4, seed=3)
+    options = {"train_dataset": labelled(train), "eval_dataset": labelled(evaluation)}
+    return hf.Trainer(model, args, callbacks=list(callbacks), **options)
 
 
 def frozen(model):
@@ -77,19 +70,19 @@ def same(one, other):
 
 
 def test_it_is_the_loop_that_freezes_by_hand(hf, tmp_path):
-    rows, model = Rows(1), make("qwen3")
+    row, model = tokens(1, seed=9), make("qwen3")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for update in range(6):
         if update == 3:
             report = saf.freeze_(model, [tokens()], CONFIG, optimizer=optimizer)
         model.train()
-        model(rows.rows, labels=rows.rows, use_cache=False).loss.backward()
+        model(row, labels=row, use_cache=False).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
     one, freezing = make("qwen3"), callback()
     theirs = torch.optim.AdamW(one.parameters(), lr=1e-3)
     constant = torch.optim.lr_scheduler.LambdaLR(theirs, lambda _: 1.0)
-    run = trainer(hf, tmp_path, freezing, model=one, rows=rows, max_steps=6, max_grad_norm=0.0, save_strategy="no")
+    run = trainer(hf, tmp_path, freezing, model=one, rows=row, max_steps=6, max_grad_norm=0.0, save_strategy="no")
     run.optimizer, run.lr_scheduler = theirs, constant
     run.train()
     assert frozen(one) == report.heads
