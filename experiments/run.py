@@ -138,6 +138,13 @@ class Run:
             raise InputError(f"{self.folder} has other settings ({', '.join(changed)}); remove it or its --out")
         return record
 
+    def can_begin(self, missing: Collection[Key]) -> bool:
+        """Return whether the runs that it needs have ended; of a parent its checkpoint at the branch is enough."""
+        waited = {role: need.key for role, need in self.needs.items() if need.key in missing}
+        if self.step is not None and (self.needs["parent"].folder / "checkpoints" / step_name(self.step)).is_dir():
+            waited.pop("parent", None)
+        return not waited
+
 
 def _is_fitted(event: Settings) -> bool:
     """Return whether an event fits patterns by a fitter that its settings leave open."""
@@ -318,7 +325,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
                 if any(need.title in outcome.failed for need in run.needs.values()):
                     outcome.failed[pending.pop(key).title] = "not begun: a run that it needs failed"
             missing = pending.keys() | {run.key for run, _, _ in active.values()}
-            ready = [run for run in pending.values() if _can_begin(run, missing)]
+            ready = [run for run in pending.values() if run.can_begin(missing)]
             for run in [] if outcome.stopped or stop.requested else ready[: len(lanes)]:
                 lane, began = lanes.pop(0), time.monotonic()
                 size = "" if run.own_updates is None else f" {run.own_updates:,} updates"
@@ -344,12 +351,6 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
                 say(f"{run.title} {ended}; {total - len(pending) - len(active)} of {total}")
         outcome.stopped |= stop.requested and bool(pending)
     return outcome
-
-
-def _can_begin(run: Run, missing: Collection[Key]) -> bool:
-    """Return whether the runs that a run needs have ended; of a parent its checkpoint at the branch is enough."""
-    has_branch = run.step is not None and (run.needs["parent"].folder / "checkpoints" / step_name(run.step)).is_dir()
-    return not any(need.key in missing and not (role == "parent" and has_branch) for role, need in run.needs.items())
 
 
 def _make(run: Run, inputs: Inputs) -> str | None:

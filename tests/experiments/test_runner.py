@@ -47,6 +47,18 @@ def test_an_arm_of_two_recipes_is_run_once_and_a_second_command_makes_nothing(in
     assert result.stat().st_mtime_ns == written
 
 
+def test_a_branch_begins_with_its_parents_checkpoint_but_waits_for_the_run_whose_time_it_gets(tmp_path):
+    frozen, timed = ("4k-mean-25", 1337), ("4k-mean-25-raw", 1337)
+    runs = plan([frozen, timed], scale_named("small-75M"), tmp_path)
+    missing = runs.keys()
+    assert not runs[frozen].can_begin(missing)
+    for run in (runs[frozen], runs[timed]):
+        (run.needs["parent"].folder / "checkpoints" / f"step-{run.step}").mkdir(parents=True)
+    assert runs[frozen].can_begin(missing)
+    assert not runs[timed].can_begin(missing)
+    assert runs[timed].can_begin({timed})
+
+
 def test_a_run_that_fails_is_named_what_needs_it_is_left_out_and_the_others_go_on(inputs, tmp_path, monkeypatch):
     wrong = Arm(name="wrong", settings={"peak_lr": -1.0})
     runs = runs_of(
