@@ -10,6 +10,8 @@ LAZY = """
 import random, sys, numpy
 import saf
 assert "torch" not in sys.modules and saf.__version__
+from saf.models import GPT
+assert "saf.optimizer_state" in sys.modules and "saf.public" not in sys.modules
 assert set(dir(saf)) == {"__version__", *saf.__all__}
 import torch
 
@@ -19,7 +21,7 @@ def state():
             torch.get_float32_matmul_precision(), torch.nn.attention.current_flash_attention_impl())
 
 before = state()
-assert saf.GPT is __import__("saf.models", fromlist=["GPT"]).GPT
+assert saf.GPT is GPT
 import saf.train
 saf.GPT.skip_init(saf.preset("tiny", vocab_size=8))
 from saf import *

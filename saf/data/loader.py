@@ -14,7 +14,7 @@ from torch import Tensor
 from saf.data.reading import Source
 from saf.data.tokenizer import CONFIG_FILE, Tokenizer
 from saf.errors import DataError, InputError, check_name
-from saf.records.files import check_file, entries_hash, read_json, write_json
+from saf.records.files import check_file, entries_hash, read_json, restore_replaced_, write_json
 
 PARTITIONS = ("train", "calibration", "controller", "report")
 SCHEMA = "saf.data/3"
@@ -142,6 +142,7 @@ def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
 def read_index(folder: Path) -> dict[str, Any]:
     """Read a data folder's index.json; raise DataError when it is missing or was changed."""
     path = folder / INDEX_FILE
+    restore_replaced_(folder)
     if not path.is_file():
         problem = f"not a data folder, it has no {INDEX_FILE}" if folder.exists() else "no such data folder here"
         raise DataError(f"{folder}: {problem}; give --data a folder that `saf data prepare` wrote")

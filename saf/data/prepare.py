@@ -24,7 +24,7 @@ from saf.data.loader import PARTITIONS, TOKENIZER_FILE, TokenData, files_of, rea
 from saf.data.reading import Source
 from saf.data.tokenizer import CONFIG_FILE, Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning, check_name
-from saf.records.files import file_hash, locked, new_folder
+from saf.records.files import file_hash, locked, new_folder, restore_replaced_
 
 HELDOUT_FRACTION = 0.05
 """Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096."""
@@ -148,6 +148,7 @@ def _names(names: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
 
 def _check_target(out: Path, *, overwrite: bool) -> None:
     """Raise DataError unless `out` is absent, empty, or with `overwrite` a data folder that holds nothing else."""
+    restore_replaced_(out)
     if not (out.exists() or out.is_symlink()) or (out.is_dir() and not any(out.iterdir())):
         return
     try:

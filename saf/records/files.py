@@ -219,7 +219,7 @@ def check_file(
 
 # --- folders
 
-_TEMPORARY, _DELETED = ".writing-", ".deleted-"
+_TEMPORARY, _REPLACED, _DELETED = ".writing-", ".replaced-", ".deleted-"
 """Prefixes of hidden folders next to a folder of the same name."""
 
 
@@ -227,10 +227,11 @@ _TEMPORARY, _DELETED = ".writing-", ".deleted-"
 def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield a temporary folder next to `path`; flush and rename it on success, remove it on any error.
 
-    With `replace`, a folder that is there is removed at the rename. A process killed inside leaves only hidden folders.
-    Where the disk is full, the error is an OSError that names the folder.
+    With `replace`, a folder that is there is removed after the rename. A process killed inside leaves only hidden
+    folders; `restore_replaced_` returns the old one. Where the disk is full, the error is an OSError that names the
+    folder.
     """
-    temporary, deleted = (path.with_name(f"{prefix}{path.name}") for prefix in (_TEMPORARY, _DELETED))
+    temporary, replaced = (path.with_name(f"{prefix}{path.name}") for prefix in (_TEMPORARY, _REPLACED))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
@@ -238,11 +239,12 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         for each in [*sorted(temporary.iterdir()), temporary]:
             flush(each)
         if replace and path.exists():
-            shutil.rmtree(deleted, ignore_errors=True)
-            path.rename(deleted)
+            shutil.rmtree(replaced, ignore_errors=True)
+            path.rename(replaced)
         temporary.rename(path)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        restore_replaced_(path)
         # A failed write names no file: raise it again with the folder. Where safetensors wrote, the error's number is
         # in its text alone, such as "(os error 28)".
         of_files = isinstance(error, OSError | SafetensorError) and not getattr(error, "filename", None)
@@ -250,7 +252,13 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
             raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
         raise
     flush(path.parent)
-    shutil.rmtree(deleted, ignore_errors=True)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def restore_replaced_(path: Path) -> None:
+    """Return a folder to its name where a process was killed between the two renames that replace it."""
+    if not os.path.lexists(path) and (replaced := path.with_name(f"{_REPLACED}{path.name}")).is_dir():
+        replaced.rename(path)
 
 
 @contextmanager

@@ -1,10 +1,13 @@
 """Text becomes four partitions that share no document, ordered by content and seed, or nothing at all."""
 
+import contextlib
 import fcntl
 import hashlib
 import os
+import signal
 import threading
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import pytest
 from saf.data import PARTITIONS, TokenData, prepare
 from saf.errors import DataError, InputError, SafWarning
 from tests.data.conftest import jsonl, partition_documents
+from tests.train.helpers import begin
 
 
 def heldout_documents(data: TokenData) -> list[str]:
@@ -171,6 +175,28 @@ def test_a_finished_folder_is_replaced_only_where_asked_for(source, settings, tm
     with pytest.raises(DataError, match=r"also holds notes, which its index.json does not name"):
         prepare(source, out, **settings, overwrite=True)
     assert TokenData.open(out).fingerprint == second.fingerprint
+
+
+def replace_until_the_second_rename(source, out, settings):
+    """Replace a data folder, and die when the old one has lost its name; for a process of its own."""
+    rename = Path.rename
+    Path.rename = lambda own, to: os.kill(os.getpid(), signal.SIGKILL) if to == out else rename(own, to)
+    prepare(source, out, **settings, overwrite=True)
+
+
+def test_a_folder_that_a_killed_process_was_replacing_is_there_at_its_next_use(source, settings, tmp_path):
+    out = tmp_path / "data"
+    first = prepare(source, out, **settings)
+    for use in (lambda: TokenData.open(out), lambda: prepare(source, out, **settings)):
+        process = begin(replace_until_the_second_rename, source, out, {**settings, "seed": 1})
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+        assert not out.exists()
+        with contextlib.suppress(DataError):  # a finished data folder is there
+            use()
+        assert TokenData.open(out, verify=True).fingerprint == first.fingerprint
+    prepare(source, out, **settings, seed=1, overwrite=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
 
 
 @pytest.mark.parametrize(("name", "content"), [("thesis.tex", "years of work"), ("index.json", "{}")])
