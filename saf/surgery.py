@@ -6,9 +6,10 @@ All go the same way: the verb computes the next layout of each layer, `plan_edit
 """
 
 import gc
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, combinations
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -179,18 +180,22 @@ def editable(model: nn.Module) -> Adapter:
 
 
 def _check_memory(adapter: Adapter) -> None:
-    """Raise UnsupportedError where an attention weight begins where another parameter or buffer does."""
+    """Raise UnsupportedError where bytes of an attention weight are also those of another parameter or buffer."""
     weights = {id(weight) for site in adapter.sites() for weight, _ in site.projections().values()}
-    model, first = adapter.model, dict[Any, tuple[str, bool]]()
+    model, spans = adapter.model, defaultdict[int, list[tuple[int, int, str, bool]]](list)
     for name, tensor in chain(
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     ):
         if type(tensor) in (Tensor, nn.Parameter) and tensor.numel() and not tensor.is_meta:
-            projection = id(tensor) in weights
-            other, before = first.setdefault((tensor.device, tensor.data_ptr()), (name, projection))
-            if other != name and (projection or before):
+            reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            first = tensor.data_ptr()
+            span = first, first + reach * tensor.itemsize, name, id(tensor) in weights
+            spans[tensor.untyped_storage().data_ptr()].append(span)
+    for sharing in spans.values():
+        for (first, end, name, own), (other_first, other_end, other, others) in combinations(sharing, 2):
+            if (own or others) and first < other_end and other_first < end:
                 raise UnsupportedError(
-                    f"an attention weight must have memory of its own, got one of {other} and {name}: give each a copy "
+                    f"an attention weight must have memory of its own, got one of {name} and {other}: give each a copy "
                     "(nn.Parameter(weight.detach().clone()))"
                 )
 

@@ -1,13 +1,16 @@
 """The public names and commands: adding one is a decision, losing one breaks users."""
 
 import re
+import shlex
 import subprocess
 import sys
 import tomllib
+from importlib import import_module
 from pathlib import Path
 
 import saf
 
+ROOT = Path(__file__).parents[1]
 NAMES = """
 GPT AttentionStatistics CompactPattern DensePattern ExponentialPattern FreezeConfig FreezeReport FrozenHeads GPTConfig
 Gradual HeadLayout HeadSet OneTime Prefill QKGradient SafError TrainLoss ValidationBudget calibrate dense_pattern
@@ -27,8 +30,19 @@ def test_the_commands_are_these():
     assert re.findall(r"^  (\w+) ", shown, re.MULTILINE) == COMMANDS.split()
 
 
+def test_the_commands_of_the_readme_exist_with_their_flags():
+    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    lines = [shlex.split(line, comments=True) for line in "".join(blocks).replace("\\\n", " ").splitlines()]
+    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert {"demo", "test"} <= {words[1] for words in lines if words[:1] == ["make"]} <= set(targets)
+    commands = [words[1:] for words in lines if words[:1] == ["saf"]]
+    assert {name for name, *_ in commands} == {"freeze", "data", "pretrain", "compare", "report"}
+    for name, *words in commands:
+        words = ["--data" if word == "--parent" else word for word in words]  # a parent would be opened
+        import_module(f"saf.cli.{name}").parse_words(words)  # exits where it does not know a flag or its value
+
+
 def test_type_checkers_find_the_package():
-    root = Path(__file__).parents[1]
-    assert (root / "saf" / "py.typed").is_file()
-    settings = tomllib.loads((root / "pyproject.toml").read_text())["tool"]["setuptools"]
+    assert (ROOT / "saf" / "py.typed").is_file()
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert "py.typed" in settings["package-data"]["saf"]

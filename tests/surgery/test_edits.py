@@ -1,9 +1,10 @@
-"""What edits do to gradients, in inference mode, and when they fail half way."""
+"""What edits do to gradients, in inference mode, to averaged weights, and when they fail half way."""
 
 import copy
 
 import pytest
 import torch
+from torch.optim.swa_utils import AveragedModel
 
 import saf
 from saf.errors import CheckpointError, InputError, UnsupportedError
@@ -50,6 +51,23 @@ def test_heads_frozen_in_inference_mode_can_be_trained_afterwards():
     assert update(model, trainer) > update(model, trainer)
     value = torch.randn(1, 2, LENGTH, 8, dtype=torch.float64, requires_grad=True)
     saf.frozen_attention(value, ordinary).sum().backward()
+
+
+def test_averaged_weights_have_the_heads_of_the_model_and_are_saved_with_them(tmp_path):
+    model, trainer = make()
+    older = AveragedModel(model)
+    older.update_parameters(model)
+    install_(model, SOME, patterns(6), optimizer=trainer)
+    averaged, weights = AveragedModel(model, use_buffers=True), []
+    for _ in range(2):
+        update(model, trainer)
+        averaged.update_parameters(model)
+        weights.append(model.blocks[1].attention.v_proj.weight.detach().clone())
+    torch.testing.assert_close(averaged.module.blocks[1].attention.v_proj.weight.detach(), sum(weights) / 2)
+    saf.save(averaged.module.float(), tmp_path)
+    assert torch.equal(saf.load(tmp_path)(TOKENS[:, :-1]), averaged(TOKENS[:, :-1]))
+    with pytest.raises(RuntimeError, match="size"):
+        older.update_parameters(model)  # averages of other heads
 
 
 def mixed_state():

@@ -48,6 +48,12 @@ def shared(role, other):
     return lambda model, a, b: setattr(getattr(b, role), "weight", other(model, a, b))
 
 
+def share_a_middle(first, second):
+    """Give two projections parts of one tensor that overlap by a row."""
+    rows = torch.cat([first.weight.detach(), second.weight.detach()[1:]])
+    first.weight, second.weight = nn.Parameter(rows[: len(rows) // 2 + 1]), nn.Parameter(rows[len(rows) // 2 :])
+
+
 COMPUTED, TWO_OWNERS, SHAPE, HOOKS = (
     "weights|computed together",
     "memory of its own|used twice",
@@ -62,9 +68,10 @@ REFUSED = {
     "an embedding": ("gpt", shared("o_proj", lambda model, a, b: model.embed.weight), TWO_OWNERS),
     "a view in a buffer": (
         "gpt",
-        lambda model, a, b: b.register_buffer("first_rows", a.v_proj.weight.data[:4]),
+        lambda model, a, b: b.register_buffer("some_rows", a.v_proj.weight.data[4:8]),
         TWO_OWNERS,
     ),
+    "a view that goes beyond": ("gpt", lambda model, a, b: share_a_middle(a.v_proj, b.v_proj), TWO_OWNERS),
     "a draft layer beside": (
         "gpt",
         lambda model, a, b: setattr(model, "draft", copy.deepcopy(layers(model)[-1])),
