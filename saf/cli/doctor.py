@@ -13,7 +13,7 @@ import torch
 from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.ops import choose_backend, explain
-from saf.ops.live import FLASH_PACKAGES, KERNELS, unsupported_reason
+from saf.ops.live import KERNELS
 from saf.records.result import package_version
 from saf.records.table import Table, byte_size
 
@@ -76,8 +76,7 @@ def live_kernels() -> dict[str, str | None]:
     if not torch.cuda.is_available():
         return dict.fromkeys(KERNELS, "no CUDA device") | dict.fromkeys(("flash", "math"))
     cudnn = None if torch.backends.cudnn.is_available() else "this build of torch has no cuDNN"
-    packages = {name: unsupported_reason(name, "cuda") for name in FLASH_PACKAGES}
-    return dict.fromkeys(KERNELS) | packages | {"cudnn": cudnn}
+    return dict.fromkeys(KERNELS) | {"cudnn": cudnn}
 
 
 def verdict(result: dict[str, Any]) -> dict[str, str]:

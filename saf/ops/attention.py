@@ -69,9 +69,9 @@ def mixed_attention(
         left_pad: `[B]` first real position of each row; outputs before it are zero.
         cache_position: Where queries stand among the T positions of a cache of fixed size, instead of `left_pad`;
             `value` has its heads in `cached_order` then, and outputs of padding may be anything finite.
-        kernel: SDPA kernel of live heads: `"auto"`, `"cudnn"`, `"flash"`, `"efficient"`, `"math"`; `"fa3"` or `"fa4"`
-            where the package is installed; `"flash_decode"` for few queries after a cache, live and frozen heads in one
-            launch, which `"auto"` takes for layers with frozen heads where it can run.
+        kernel: SDPA kernel of live heads: `"auto"`, `"cudnn"`, `"flash"`, `"efficient"`, `"math"`. Or `"flash_decode"`
+            for few queries after a cache, live and frozen heads in one launch, which `"auto"` takes for layers with
+            frozen heads where it can run.
         state: Of frozen heads with exponential patterns (`frozen.linear`), changed in place. `value` then has, in
             `cached_order`, only the heads that others read.
 

@@ -104,7 +104,7 @@ class TrainConfig:
     """Train in several processes in this way: ddp holds the whole model in each process, fsdp holds a share of it in
     each, and none is one process. auto is ddp for several processes, or fsdp where the model does not fit."""
     kernel: str = "auto"
-    """Compute live heads with this attention kernel; auto is PyTorch's choice. fa3 and fa4 need their packages."""
+    """Compute live heads with this attention kernel; auto is PyTorch's choice."""
     eval_every: int = 250
     """Number of updates between losses on the controller partition; 0 measures none."""
     eval_windows: int = 32
