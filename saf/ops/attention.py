@@ -4,6 +4,8 @@
 product with the output projection, `frozen_attention` the frozen heads alone. `_compute` decides: one launch for all
 heads, where queries or tokens are few or a backend mixes live heads too; otherwise live heads by SDPA and frozen heads
 by their backend. The gradients are listed in saf/ops/__init__.py.
+
+`live_kv` and `frozen_kv` are the value head that each live and each frozen slot reads.
 """
 
 from collections.abc import Sequence
@@ -33,14 +35,14 @@ WHOLE_SHARE = 4
 
 
 class Call(NamedTuple):
-    """A checked call: its arguments, the value head of each live and each frozen slot, and where its queries stand."""
+    """A checked call: its arguments, the value head of every slot, and where its queries stand."""
 
     query: Tensor
     key: Tensor
     value: Tensor
     frozen: FrozenHeads | None
-    live_slots: tuple[int, ...]
-    frozen_slots: tuple[int, ...]
+    live_kv: tuple[int, ...]
+    frozen_kv: tuple[int, ...]
     position: CachePosition
     scale: float | None = None
     kernel: str = "auto"
@@ -50,6 +52,11 @@ class Call(NamedTuple):
     def whole(self) -> bool:
         """Return whether there is a query for every position."""
         return self.position.visible is None and self.position.count == self.value.shape[-2]
+
+    @property
+    def plain(self) -> bool:
+        """Return whether sequences are whole and unpadded and no kernel is named."""
+        return self.whole and self.position.left_pad is None and self.kernel == "auto"
 
 
 def mixed_attention(
@@ -85,18 +92,18 @@ def mixed_attention(
             cache of fixed size with patterns that are trained.
     """
     options = {"scale": scale, "left_pad": left_pad, "cache_position": cache_position, "kernel": kernel, "state": state}
-    return join_heads(*_compute(_checked(query, key, value, frozen, backend, **options)))
+    return join_heads(*_compute(_check_call(query, key, value, frozen, backend, **options)))
 
 
 def attention_parts(
     query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None, *, left_pad: Tensor | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute `mixed_attention` as it is computed: live heads, then frozen ones, or all in one part; nothing is copied.
+    """Compute `mixed_attention` without joining its heads: nothing is copied.
 
-    Returns parts `[B, n, Tq, D]` in slot order; raises as `mixed_attention`.
+    Returns live heads and then frozen ones, or all heads in one part, `[B, n, Tq, D]`. Raises as `mixed_attention`.
     """
-    return _compute(_checked(query, key, value, frozen, left_pad=left_pad, kernel=kernel))
+    return _compute(_check_call(query, key, value, frozen, left_pad=left_pad, kernel=kernel))
 
 
 def attention_products(
@@ -105,9 +112,9 @@ def attention_products(
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """Compute `mixed_attention` of a layer with frozen heads, and its product with `projection [C, H * D]`.
 
-    Returns one or two products `[B, Tq, C]`, in the dtype of `value` or autocast's, whose sum it is; raises as
-    `mixed_attention`. Many tokens, and calls without gradients, have a product for each part: then nothing is copied,
-    and attention's backward pass sees a gradient in the memory order of its output.
+    Returns one or two terms of that product, `[B, Tq, C]`, in the dtype of `value` or autocast's. Many tokens, and
+    calls without gradients, have a term for each of `attention_parts`: then nothing is copied, and attention's backward
+    pass sees a gradient in the memory order of its output. Raises as `mixed_attention`.
     """
     parts = attention_parts(query, key, value, frozen, left_pad=left_pad, kernel=kernel)
     widths = [part.shape[1] * part.shape[-1] for part in parts]
@@ -131,30 +138,31 @@ def frozen_attention(
 ) -> Tensor:  # fmt: skip
     """Compute the frozen heads alone, `P V` (Eq. 3): `value [B, H_kv, T, D]` to `[B, F, T, D]`.
 
-    `frozen.kv_head` says which value head each frozen slot reads (in order when `H_kv = F`); `rows` keeps the
-    last positions only; `left_pad`, `cache_position` and `state` are as in `mixed_attention`, and with these two
-    `rows` says how many queries there are. Raises as `mixed_attention` does.
+    `frozen.kv_head` says which value head each frozen slot reads (in order when `H_kv = F`). `rows` is the number of
+    queries, at the last positions or those of `cache_position`. Other arguments and errors are those of
+    `mixed_attention`.
     """
-    slots = _slots(frozen, value, backend, cache_position, state, value)[-frozen.num_frozen :]
+    _, frozen_kv = _value_heads(frozen, value, backend, cache_position, state, value)
     rows = value.shape[-2] if rows is None else rows
     if not 0 <= rows <= value.shape[-2]:
         raise InputError(f"rows must be 0 to {value.shape[-2]}, the last positions, got {rows}")
-    position, none = _position(value, rows, left_pad, cache_position), value[:, :0]
-    return join_heads(*_compute(Call(none[:, :, :rows], none, value, frozen, (), slots, position, state=state)))
+    position, no_heads = _position(value, rows, left_pad, cache_position), value[:, :0]
+    call = Call(no_heads[:, :, :rows], no_heads, value, frozen, (), frozen_kv, position, state=state)
+    return join_heads(*_compute(call))
 
 
-def live_heads(query: Tensor, key: Tensor, value: Tensor, slots: tuple[int, ...], **options: Any) -> Tensor:
+def live_heads(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...], **options: Any) -> Tensor:
     """Return `live_attention` of live slots, `[B, L, Tq, D]`: `key [B, K, T, D]` of the value heads that they read.
 
-    Uneven groups take expanded keys where sequences are whole; of fewer rows some queries are computed twice instead,
-    and no keys are copied. `options` are those of `live_attention`.
+    SDPA takes groups of one size. Uneven ones take a key for each query where sequences are whole; of fewer rows some
+    queries are computed twice instead, and no keys are copied. `options` are those of `live_attention`.
     """
     if query.shape[-2] == key.shape[-2]:
-        key, read = live_keys(key, slots)
+        key, read = live_keys(key, live_kv)
         return live_attention(query, key, take_heads(value, read), **options)
-    even, own = even_queries(query, slots)
-    mixed = live_attention(even, key, take_heads(value, tuple(sorted(set(slots)))), **options)
-    return mixed if own is None else take_heads(mixed, own)
+    even, first_copy = even_queries(query, live_kv)
+    output = live_attention(even, key, take_heads(value, tuple(sorted(set(live_kv)))), **options)
+    return output if first_copy is None else take_heads(output, first_copy)
 
 
 # --- the decision
@@ -162,36 +170,38 @@ def live_heads(query: Tensor, key: Tensor, value: Tensor, slots: tuple[int, ...]
 
 def _compute(call: Call) -> tuple[Tensor, ...]:
     """Return all heads in one part, or live and frozen ones in two, `[B, n, Tq, D]`, in slot order."""
-    frozen, fixed = call.frozen, [] if call.frozen is None else call.frozen.parts(call.value.dtype)
-    if call.state is None and (heads := _flash_decode(call, fixed)) is not None:
+    frozen = call.frozen
+    parts = [] if frozen is None else frozen.parts(call.value.dtype)
+    if call.state is None and (heads := _flash_decode(call, parts)) is not None:
         return (heads,)
     if frozen is None:
-        return (_live(call, call.value, call.live_slots),)
-    if call.live_slots and fixed and (heads := _in_one_launch(call, frozen, fixed[0])) is not None:
+        return (_live(call, call.value, call.live_kv),)
+    if call.live_kv and parts and (heads := _one_launch(call, frozen, parts[0])) is not None:
         return (heads,)
-    live_value, live_slots, value, slots = _values(call)
-    mixed = _frozen(call, frozen, fixed, value, slots)
-    if not live_slots:
-        return (mixed,)
-    live = None if call.state is None else _flash_decode(call._replace(frozen_slots=()), fixed)
-    return (_live(call, live_value, live_slots) if live is None else live), mixed
+    live_value, live_kv, frozen_value, frozen_kv = _split_values(call)
+    frozen_heads = _frozen(call, frozen, parts, frozen_value, frozen_kv)
+    if not live_kv:
+        return (frozen_heads,)
+    # Beside a recurrent state of the frozen heads, the live ones take the launch of few queries alone.
+    live = None if call.state is None else _flash_decode(call._replace(frozen_kv=()), parts)
+    return (_live(call, live_value, live_kv) if live is None else live), frozen_heads
 
 
-def _flash_decode(call: Call, fixed: Sequence[FrozenPart]) -> Tensor | None:
+def _flash_decode(call: Call, parts: Sequence[FrozenPart]) -> Tensor | None:
     """Return all heads of few queries from the flash-decoding launch: where it is named, or can serve frozen heads.
 
     None elsewhere. Raises UnsupportedError where it is named and cannot run.
     """
-    named, group = call.kernel == FLASH_DECODE, largest_group(call.live_slots)
+    named, group = call.kernel == FLASH_DECODE, largest_group(call.live_kv)
     if call.whole or not (named or (call.kernel == "auto" and call.frozen is not None)):
         return None
-    if call.position.count * group > MOST_ROWS >= group:  # not few
+    if call.position.count * group > MOST_ROWS >= group:  # not few; a larger group is refused below
         return None
     # Maps of live slots are in the tables of any backend that has them; frozen slots need one backend for all.
-    tables = ([part.tables for part in fixed if "frozen_read" in part.tables] or [{}])[0]
-    if call.frozen_slots and (len(fixed) > 1 or (call.frozen and call.frozen.trainable)):
+    tables = ([part.tables for part in parts if "frozen_read" in part.tables] or [{}])[0]
+    if call.frozen_kv and (len(parts) > 1 or (call.frozen and call.frozen.trainable)):
         tables = {}
-    args = call.query, call.key, call.value, call.live_slots, call.frozen_slots, tables
+    args = call.query, call.key, call.value, call.live_kv, call.frozen_kv, tables
     if reason := unsupported_reason(*args):
         if named:
             raise UnsupportedError(f"attention kernel {FLASH_DECODE!r} {reason}; or take 'auto'")
@@ -199,104 +209,112 @@ def _flash_decode(call: Call, fixed: Sequence[FrozenPart]) -> Tensor | None:
     return flash_decode(*args, call.position, call.scale)
 
 
-def _in_one_launch(call: Call, frozen: FrozenHeads, fixed: FrozenPart) -> Tensor | None:
+def _one_launch(call: Call, frozen: FrozenHeads, part: FrozenPart) -> Tensor | None:
     """Return all heads from one launch of a backend that mixes live heads too, or of few tokens; None elsewhere."""
-    backend, tables, value = fixed.backend, fixed.tables, call.value
-    if not backend.mixes_live:
+    value, mixes_live = call.value, part.backend.mixes_live
+    if not mixes_live:
         device = value.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != value.dtype
-        plain = call.whole and call.position.left_pad is None and call.kernel == "auto"
-        if not plain or len(fixed.slots) != frozen.num_frozen or torch.is_grad_enabled() or autocast:
+        one_backend = len(part.slots) == frozen.num_frozen
+        if not (call.plain and one_backend) or torch.is_grad_enabled() or autocast:
             return None
     query, key = call.query.to(value.dtype), call.key.to(value.dtype)  # as autocast does: they may be wider
-    # The maps of the launch know of no value heads behind the last one that is read.
-    count = max(call.live_slots + call.frozen_slots) + 1
+    # The launch's maps end with the last value head that is read.
+    count = max(call.live_kv + call.frozen_kv) + 1
     value = value if count == value.shape[1] else value[:, :count]
-    if backend.mixes_live:
-        return backend.mixed(query, key, value, tables, call.scale)
-    return mix_few(query, key, value, tables, call.scale, replayed=frozen.replayed)
+    if mixes_live:
+        return part.backend.mixed(query, key, value, part.tables, call.scale)
+    return mix_few(query, key, value, part.tables, call.scale, replayed=frozen.replayed)
 
 
-def _values(call: Call) -> tuple[Tensor, tuple[int, ...], Tensor, tuple[int, ...]]:
+def _split_values(call: Call) -> tuple[Tensor, tuple[int, ...], Tensor, tuple[int, ...]]:
     """Return the values of live and of frozen heads, each with the head that every slot reads.
 
     Where every value head of whole sequences is read once, in order, each kind takes its part of one split, whose
     gradients are joined once: those of two slices would each be filled up with zeros and added.
     """
-    value, live, frozen = call.value, call.live_slots, call.frozen_slots
-    if not (live and call.whole) or live + frozen != tuple(range(value.shape[1])):
-        return value, live, value, frozen
-    parts = value.transpose(1, 2).split([len(live), len(frozen)], dim=2)
+    value, live_kv, frozen_kv = call.value, call.live_kv, call.frozen_kv
+    if not (live_kv and call.whole) or live_kv + frozen_kv != tuple(range(value.shape[1])):
+        return value, live_kv, value, frozen_kv
+    parts = value.transpose(1, 2).split([len(live_kv), len(frozen_kv)], dim=2)
     live_value, frozen_value = (part.transpose(1, 2) for part in parts)
-    return live_value, live, frozen_value, tuple(range(len(frozen)))
+    return live_value, live_kv, frozen_value, tuple(range(len(frozen_kv)))
 
 
-def _live(call: Call, value: Tensor, slots: tuple[int, ...]) -> Tensor:
-    options = {"scale": call.scale, "left_pad": call.position.left_pad, "visible": call.position.visible}
-    return live_heads(call.query, call.key, value, slots, **options, kernel=call.kernel)
+def _live(call: Call, value: Tensor, live_kv: tuple[int, ...]) -> Tensor:
+    position = call.position
+    return live_heads(
+        call.query, call.key, value, live_kv, scale=call.scale, left_pad=position.left_pad, visible=position.visible,
+        kernel=call.kernel,
+    )  # fmt: skip
 
 
 def _frozen(
-    call: Call, frozen: FrozenHeads, fixed: Sequence[FrozenPart], value: Tensor, slots: tuple[int, ...]
+    call: Call, frozen: FrozenHeads, parts: Sequence[FrozenPart], value: Tensor, frozen_kv: tuple[int, ...]
 ) -> Tensor:
-    """Return frozen heads, `[B, F, Tq, D]`, of `value`: those of each backend, then the trainable ones.
+    """Return frozen heads, `[B, F, Tq, D]`, of `value`: those of each backend, then the trainable ones."""
+    position, backend = call.position, BACKENDS[frozen.backend]
+    takes_product, results = _takes_product(call, frozen), []
 
-    Few queries take rows of weights, in plain PyTorch, which autograd differentiates; so do padded ones, whose values a
-    whole product would move first. Otherwise the whole product is computed and cut.
-    """
-    position, length, backend = call.position, value.shape[-2], BACKENDS[frozen.backend]
-    few = position.left_pad is not None or position.count * WHOLE_SHARE <= length
-    whole_product = call.whole or (
-        position.visible is None and call.state is None and (not few or backend.mixes_live or bool(frozen.trainable))
-    )
-    parts = []
+    def last_rows(x: Tensor) -> Tensor:
+        return x if call.whole else x[:, :, x.shape[2] - position.count :]
 
-    def last(mixed: Tensor) -> Tensor:
-        return mixed if call.whole else mixed[:, :, length - position.count :]
-
-    for part in fixed:
-        read = tuple(slots[slot] for slot in part.slots)
+    for part in parts:
+        heads = tuple(frozen_kv[slot] for slot in part.slots)
         if call.state is not None and part.backend is BACKENDS["linear"]:
             assert frozen.kv_head is not None
-            own = tuple(frozen.kv_head[slot - frozen.num_frozen] for slot in part.slots)
-            mixed = call.state.mix(own, part.tables, position, call.whole)
-        elif whole_product:
-            mixed = last(part.backend.forward(value, read, part.tables, position.left_pad))
+            layer_kv = frozen.kv_head[-frozen.num_frozen :]  # the state has every value head of the new rows
+            heads = tuple(layer_kv[slot] for slot in part.slots)
+            result = call.state.mix(heads, part.tables, position, call.whole)
+        elif takes_product:
+            result = last_rows(part.backend.forward(value, heads, part.tables, position.left_pad))
         else:
-            mixed = part.backend.rows(value, read, part.tables, position)
-        parts.append((part.slots, mixed))
+            result = part.backend.rows(value, heads, part.tables, position)
+        results.append((part.slots, result))
     if frozen.trainable:
-        own = take_heads(value, tuple(slots[slot] for slot in frozen.trainable))
-        mixed = unpadded(lambda x: backend.forward_trainable(x, *frozen.logits()), own, position.left_pad)
-        parts.append((frozen.trainable, last(mixed)))
-    return merge_slots(parts)
+        x = take_heads(value, tuple(frozen_kv[slot] for slot in frozen.trainable))
+        result = unpadded(lambda x: backend.forward_trainable(x, *frozen.logits()), x, position.left_pad)
+        results.append((frozen.trainable, last_rows(result)))
+    return merge_slots(results)
+
+
+def _takes_product(call: Call, frozen: FrozenHeads) -> bool:
+    """Return whether fixed patterns take the whole product, which is then cut, instead of single rows of weights.
+
+    Rows are plain PyTorch, which autograd differentiates.
+    """
+    position = call.position
+    if call.whole or position.visible is not None or call.state is not None:
+        return call.whole
+    if frozen.trainable or BACKENDS[frozen.backend].mixes_live:  # neither computes single rows
+        return True
+    padded = position.left_pad is not None  # a whole product would move its values first
+    return not padded and position.count * WHOLE_SHARE > call.value.shape[-2]
 
 
 # --- checks
 
 
-def _checked(
+def _check_call(
     query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None, backend: str = "auto", *,
     scale: float | None = None, left_pad: Tensor | None = None, cache_position: CachePosition | None = None,
     kernel: str = "auto", state: RecurrentState | None = None,
 ) -> Call:  # fmt: skip
     """Return the call of a layer; raise InputError or UnsupportedError for one that cannot be computed."""
     if frozen is not None:
-        slots = _slots(frozen, value, backend, cache_position, state, query, key, value)
-        live, own = slots[: -frozen.num_frozen], slots[-frozen.num_frozen :]
+        live_kv, frozen_kv = _value_heads(frozen, value, backend, cache_position, state, query, key, value)
     elif backend != "auto":
         raise InputError(f"backend {backend!r} would execute frozen heads, and there are none; leave it out")
     else:  # consecutive heads share a value head
         count, heads = query.shape[1], value.shape[1]
         if not heads or not count or count % heads:
             raise InputError(f"query heads must be a multiple of value's {heads}, at least one; got {count}")
-        live, own = tuple(slot // (count // heads) for slot in range(count)), ()
-    _check_shapes(query, key, value, live)
+        live_kv, frozen_kv = tuple(slot // (count // heads) for slot in range(count)), ()
+    _check_shapes(query, key, value, live_kv)
     check_kernel(kernel)
     position = _position(value, query.shape[-2], left_pad, cache_position)
-    call = Call(query, key, value, frozen, live, own, position, scale, kernel, state)
-    plain = left_pad is None and call.whole and kernel == "auto"
-    if frozen and live and BACKENDS[frozen.backend].mixes_live and not (plain and frozen.kv_head):
+    call = Call(query, key, value, frozen, live_kv, frozen_kv, position, scale, kernel, state)
+    if frozen and live_kv and BACKENDS[frozen.backend].mixes_live and not (call.plain and frozen.kv_head):
         raise UnsupportedError(
             f"backend {frozen.backend!r} takes whole sequences without padding, kernel 'auto', and kv_head in "
             "from_patterns; use backend='toeplitz'"
@@ -304,9 +322,9 @@ def _checked(
     return call
 
 
-def _check_shapes(query: Tensor, key: Tensor, value: Tensor, live_slots: tuple[int, ...]) -> None:
+def _check_shapes(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...]) -> None:
     """Raise InputError unless query `[B, L, Tq, D]`, key `[B, K, T, D]` and value fit together and the live slots."""
-    key = key if live_slots else value[:, :0]
+    key = key if live_kv else value[:, :0]  # no live head reads a key: any will do
     q, k, v = query.shape, key.shape, value.shape  # read once: each costs the host
     if not len(q) == len(k) == len(v) == 4:
         problem = "must be [batch, heads, positions, head_dim]"
@@ -314,8 +332,8 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, live_slots: tuple[i
         problem = "need the same batch and head_dim"
     elif k[2] != v[2] or q[2] > v[2] or not v[2]:
         problem = "need the same positions, at least one, queries the last of them"
-    elif q[1] != len(live_slots) or k[1] != len(set(live_slots)):
-        problem = f"need {len(live_slots)} live heads of {len(set(live_slots))} KV heads; pass kv_head to from_patterns"
+    elif q[1] != len(live_kv) or k[1] != len(set(live_kv)):
+        problem = f"need {len(live_kv)} live heads of {len(set(live_kv))} KV heads; pass kv_head to from_patterns"
     elif not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(value.device.type):
         problem = f"need the same dtype, got {query.dtype}, {key.dtype}, {value.dtype}"
     else:
@@ -338,31 +356,32 @@ def _position(value: Tensor, rows: int, left_pad: Tensor | None, cache_position:
     return cache_position._replace(count=rows)
 
 
-def _slots(
+def _value_heads(
     frozen: FrozenHeads, value: Tensor, backend: str, cache_position: CachePosition | None,
     state: RecurrentState | None, *operands: Tensor,
-) -> tuple[int, ...]:  # fmt: skip
-    """Return which head of `value` each slot reads, live ones first; -1 for slots that decode from a state.
+) -> tuple[tuple[int, ...], tuple[int, ...]]:  # fmt: skip
+    """Return which head of `value` each live and each frozen slot reads; -1 for slots that decode from a state.
 
     A cache of fixed size, and values that a state complements, have their heads in `cached_order`. Raises InputError
     or UnsupportedError for values, a backend or a cache that frozen heads cannot take.
     """
     frozen.check_values(value, backend)
-    own, heads = BACKENDS[frozen.backend], frozen.kv_head
-    if not own.in_autograd and has_tangent(*operands):
+    executed, kv_head, num_frozen = BACKENDS[frozen.backend], frozen.kv_head, frozen.num_frozen
+    if not executed.in_autograd and has_tangent(*operands):
         raise UnsupportedError("frozen heads have no derivatives in forward mode; use backend='reference'")
     if state is not None and torch.is_grad_enabled() and state.value.requires_grad:
         raise UnsupportedError("decoding from a recurrent state gives no gradients: call under torch.no_grad()")
-    if cache_position is not None and state is None and (frozen.trainable or own.mixes_live):
+    if cache_position is not None and state is None and (frozen.trainable or executed.mixes_live):
         why = "patterns that are trained" if frozen.trainable else f"backend {frozen.backend!r}"
         raise UnsupportedError(f"{why} cannot go on from a cache of fixed size; use one that grows")
-    if heads is None:  # one to one
+    if kv_head is None:  # one to one
         if state is not None:
             raise InputError("frozen heads with a recurrent state need kv_head; pass it to FrozenHeads.from_patterns")
-        heads = tuple(range(value.shape[1]))
+        kv_head = tuple(range(value.shape[1]))
     if state is not None or cache_position is not None:
-        order = cached_order(heads, frozen.num_frozen, () if state is None else frozen.linear)
-        heads = tuple(order.index(head) if head in order else -1 for head in heads)
-    if len(heads) < frozen.num_frozen or max(heads) >= value.shape[1]:
-        raise InputError(f"frozen slots read value heads {heads[-frozen.num_frozen :]}; value has {value.shape[1]}")
-    return heads
+        order = cached_order(kv_head, num_frozen, () if state is None else frozen.linear)
+        kv_head = tuple(order.index(head) if head in order else -1 for head in kv_head)
+    live_kv, frozen_kv = kv_head[:-num_frozen], kv_head[-num_frozen:]
+    if len(kv_head) < num_frozen or max(kv_head) >= value.shape[1]:
+        raise InputError(f"frozen slots read value heads {frozen_kv}; value has {value.shape[1]}")
+    return live_kv, frozen_kv

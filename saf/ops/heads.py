@@ -39,9 +39,9 @@ def heads_like(x: Tensor, heads: int) -> Tensor:
 
 
 def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the keys that live heads take and the value heads that go with them.
+    """Return the keys that live heads take, and the value heads that go with them.
 
-    Grouped when every group has the same size, else one per head.
+    They are `key` itself where every KV head has as many live heads, in order; otherwise one per live head.
     """
     used = tuple(sorted(set(live_kv)))
     if live_kv == tuple(sorted(used * (len(live_kv) // len(used)))):
@@ -50,9 +50,9 @@ def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int,
 
 
 def even_queries(query: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return queries `[B, L, Tq, D]` with groups of one size, some queries twice, and which of them are the live heads.
+    """Return queries `[B, L, Tq, D]` with groups of one size, some of them repeated, and where each live head is first.
 
-    For few rows that costs next to nothing; keys would have to be copied otherwise. None for groups that are even.
+    For few rows repeating costs next to nothing; keys would have to be copied otherwise. None where groups are even.
     """
     groups = [[slot for slot, head in enumerate(live_kv) if head == kv] for kv in sorted(set(live_kv))]
     size = max(map(len, groups))

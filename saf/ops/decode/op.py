@@ -58,32 +58,32 @@ def _readers(read: tuple[int, ...]) -> list[list[int]]:
     return [group + [-1] * (most - len(group)) for group in groups]
 
 
-def largest_group(live_slots: tuple[int, ...]) -> int:
+def largest_group(live_kv: tuple[int, ...]) -> int:
     """Return how many live slots read one KV head at most."""
-    return max([1, *[live_slots.count(head) for head in set(live_slots)]])  # compilers know no default
+    return max([1, *[live_kv.count(head) for head in set(live_kv)]])  # compilers know no default
 
 
 def unsupported_reason(
-    query: Tensor, key: Tensor, value: Tensor, live_slots: tuple[int, ...], frozen_slots: tuple[int, ...],
+    query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...], frozen_kv: tuple[int, ...],
     tables: Tables,
 ) -> str | None:  # fmt: skip
     """Return what the launch needs that a call of `flash_decode` does not have; None where it can run."""
     operands = (query, key, value)
     if not uses_triton(value.device, value.dtype) or {one.dtype for one in operands} - {*DTYPES}:
         return f"needs a CUDA device and values of 16 bits, got {value.device.type} and {value.dtype}: cast the model"
-    if (group := largest_group(live_slots)) > MOST_ROWS:
+    if (group := largest_group(live_kv)) > MOST_ROWS:
         return f"takes at most {MOST_ROWS} query heads of a KV head, got {group}"
     if has_tangent(*operands):
         return "gives no derivatives in forward mode: take kernel 'math'"
     if torch.is_grad_enabled() and any(one.requires_grad for one in operands):
         return "gives no gradients: call the model under torch.no_grad()"
-    if frozen_slots and "frozen_readers" not in tables:
+    if frozen_kv and "frozen_readers" not in tables:
         return "takes fixed patterns that backend 'toeplitz' holds as tables: install_ them so"
     return None
 
 
 def flash_decode(
-    query: Tensor, key: Tensor, value: Tensor, live_slots: tuple[int, ...], frozen_slots: tuple[int, ...],
+    query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...], frozen_kv: tuple[int, ...],
     tables: Tables, position: CachePosition, scale: float | None,
 ) -> Tensor:  # fmt: skip
     """Return live heads and then frozen ones, `[B, L + F, rows, D]`, stored as `[B, rows, L + F, D]`.
@@ -92,19 +92,19 @@ def flash_decode(
     frozen head; `tables` are those of the layer. Positions that the device alone knows are those of a cache of fixed
     size, whose value heads lie in `cached_order`.
     """
-    used, on_device = sorted(set(live_slots)), isinstance(position.first, Tensor)
-    even = live_slots == tuple(head for head in used for _ in range(len(live_slots) // max(1, len(used))))
+    used, on_device = sorted(set(live_kv)), isinstance(position.first, Tensor)
+    even = live_kv == tuple(head for head in used for _ in range(len(live_kv) // max(1, len(used))))
     # A cache of fixed size has first what live heads read.
     live_read = None if on_device or used == list(range(len(used))) else tables["live_read"]
     read_name = "frozen_read_cached" if on_device else "frozen_read"
     names = (read_name, "frozen_readers", "distance", "key_scale", "row_scale")
-    frozen_read, frozen_readers, *patterns = (tables[name] if frozen_slots else None for name in names)
-    groups = value.shape[0] * (len(used) + len(set(frozen_slots)))
+    frozen_read, frozen_readers, *patterns = (tables[name] if frozen_kv else None for name in names)
+    groups = value.shape[0] * (len(used) + len(set(frozen_kv)))
     parts = max(1, min(-(-value.shape[-2] // PART_KEYS), PROGRAMS // max(1, groups)))  # an empty batch has no groups
     first = position.first
     return decode_heads(
         *map(unit_stride, (query, key, value)), live_read, None if even else tables["live_readers"],
-        largest_group(live_slots), frozen_read, frozen_readers, min(frozen_slots) if frozen_slots else 0, *patterns,
+        largest_group(live_kv), frozen_read, frozen_readers, min(frozen_kv) if frozen_kv else 0, *patterns,
         first if isinstance(first, Tensor) else None, 0 if isinstance(first, Tensor) else first, position.left_pad,
         parts, score_scale(scale, query.shape[-1]),
     )  # fmt: skip
