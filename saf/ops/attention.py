@@ -182,7 +182,7 @@ def _compute(call: Call) -> tuple[Tensor, ...]:
     frozen_heads = _frozen(call, frozen, parts, frozen_value, frozen_kv)
     if not live_kv:
         return (frozen_heads,)
-    # Beside a recurrent state of the frozen heads, the live ones take the launch of few queries alone.
+    # Frozen heads that decode from a state leave the launch of few queries to the live ones.
     live = None if call.state is None else _flash_decode(call._replace(frozen_kv=()), parts)
     return (_live(call, live_value, live_kv) if live is None else live), frozen_heads
 

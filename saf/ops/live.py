@@ -1,7 +1,7 @@
 """Live heads: causal softmax attention by a kernel of PyTorch, which callers may pin by name.
 
-`live_attention` computes it; `pinned` is the context in which SDPA runs one kernel only. SDPA's "flash" is PyTorch's own
-kernel, or the one that `torch.nn.attention.activate_flash_attention_impl` has put in its place.
+`live_attention` computes it; `pinned` is the context in which SDPA runs one kernel only. "flash" is PyTorch's own, or
+the one that `torch.nn.attention.activate_flash_attention_impl` has put in its place.
 """
 
 from contextlib import nullcontext
@@ -31,18 +31,11 @@ def live_attention(
     """Return causal softmax attention `[B, L, Tq, D]` of `query [B, L, Tq, D]` over `key`, `value` `[B, K, Tk, D]`.
 
     Consecutive query heads share a key head, so `L` must be a multiple of `K`. Queries are the last `Tq` positions.
-
-    Args:
-        left_pad: `[B]` first real position of each row; outputs before it are zero.
-        window: How many keys a query sees, its own included; all by default.
-        visible: Which keys each query sees, bool `[B or 1, 1, Tq, Tk]`, instead of `left_pad` and `window`. Outputs of
-            padding may then be anything finite.
-        soft_cap: Softmax takes `c * tanh(logit / c)` for a cap c. No SDPA kernel computes that, so patterns are
-            materialised, in float32 at least.
-
-    Raises:
-        InputError: An unknown kernel.
-        UnsupportedError: A kernel that cannot run here or has no soft cap.
+    `left_pad [B]` is the first real position of each row; outputs before it are zero. With a `window` a query sees that
+    many keys, its own included. `visible`, bool `[B or 1, 1, Tq, Tk]`, says instead of both which keys each query sees;
+    outputs of padding may then be anything finite. A `soft_cap` c makes each logit `c * tanh(logit / c)`, which no SDPA
+    kernel computes: patterns are materialised, in float32 at least. Raises InputError for an unknown kernel,
+    UnsupportedError for one that cannot run here or has no soft cap.
     """
     heads, rows, columns = query.shape[1], query.shape[-2], key.shape[-2]
     mask, causal = visible, False
