@@ -154,6 +154,11 @@ def test_losses_by_position_are_means_of_ranges_that_grow_fourfold():
     assert [end for end, _ in losses_by_position(torch.zeros(1, 64))] == [16, 64]
 
 
+def test_losses_of_windows_are_finite():
+    with pytest.raises(DivergenceError, match="1 of 3 windows"):
+        window_losses(torch.zeros(3, 4).index_fill(0, torch.tensor(1), torch.nan))
+
+
 def test_files_hold_every_tokens_log_probability_and_are_checked(data, tmp_path):
     record = evaluate_perplexity(small(), data, limit=5, out=tmp_path / "new" / "folder")
     folder = tmp_path / "new" / "folder"
