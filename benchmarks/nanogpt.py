@@ -23,6 +23,7 @@ from saf.bench.speed import require
 from saf.bench.subjects import PRELOADED
 from saf.machine import GraphPool
 from saf.models import preset
+from saf.records.files import file_hash
 
 NANOGPT = Arm("nanoGPT")
 
@@ -60,7 +61,7 @@ class NanoGPT:
 
     def __init__(self, settings: AgainstNanoGPT, point: Point):
         execution, self.settings = settings.execution, settings
-        self.facts: dict[str, Any] = {}
+        self.facts: dict[str, Any] = {"source_sha256": file_hash(settings.source)}
         specification: Any = importlib.util.spec_from_file_location("nanogpt_model", settings.source)
         source = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(source)
