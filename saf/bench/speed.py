@@ -80,7 +80,7 @@ class Speed:
     free: bool = True
     """Whether to measure the free bound too, frozen heads whose mixing costs nothing; --no-free leaves it out."""
     pairs: int = 8
-    """Take so many alternating pairs of each arm with its baseline; 0 with --memory times nothing."""
+    """Time this many pairs, the ordinary model and the other in turn; 0 with --memory times nothing."""
     repeats: int = 1
     """Time so many calls in a block; the block's time is their median."""
     warmup: int = 3

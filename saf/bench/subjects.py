@@ -60,8 +60,8 @@ PRELOADED = 4
 class Update(ModelSpeed):
     """Time whole optimiser updates: accumulation, backward, clipping, AdamW, gradient reset; no data loading.
 
-    Ratios are the baseline's time over the arm's: above 1 the arm is faster. With --parallel, the processes that
-    `torchrun --nproc-per-node N -m saf bench update ...` started share updates.
+    A ratio is the ordinary model's time over the other's: above 1 the other is faster. With --parallel, the processes
+    of `torchrun --nproc-per-node N -m saf bench update ...` share updates.
     """
 
     kind: ClassVar[str] = "update"
@@ -265,7 +265,7 @@ PRECISIONS = {"autocast": ("bf16", torch.float32), "bf16": ("fp32", torch.bfloat
 class Prefill(PassSpeed):
     """Time forward passes over whole prompts, with the output layer on the last token alone.
 
-    Ratios are the baseline's time over the arm's: above 1 the arm is faster.
+    A ratio is the ordinary model's time over the other's: above 1 the other is faster.
     """
 
     kind: ClassVar[str] = "prefill"
@@ -289,7 +289,7 @@ class Prefill(PassSpeed):
 class Decode(PassSpeed):
     """Time one more token of every sequence after a filled cache of fixed size, and report the cache's bytes.
 
-    Ratios are the baseline's time over the arm's: above 1 the arm is faster.
+    A ratio is the ordinary model's time over the other's: above 1 the other is faster.
     """
 
     kind: ClassVar[str] = "decode"
@@ -368,8 +368,8 @@ LAYER_BLOCK_MS = 15.0
 class Op(Speed):
     """Time one layer's attention without projections: frozen heads alone, and the mixed layer.
 
-    Live and frozen heads stay separate results, as in training. Ratios are the baseline's time over the arm's: above 1
-    the arm is faster.
+    Live and frozen heads stay separate results, as in training. A ratio is the ordinary layer's time over the other's:
+    above 1 the other is faster.
     """
 
     kind: ClassVar[str] = "op"

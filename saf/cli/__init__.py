@@ -61,19 +61,22 @@ EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 def main(words: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code: 0, 2 for an error explained on stderr, 130 when interrupted."""
     name, *rest = (sys.argv[1:] if words is None else words) or [""]
-    if name not in COMMANDS:
-        return _without_command(name)
     for logger in NOISY:
         logging.getLogger(logger).setLevel(logging.ERROR)
     advice = RESUME if name in ("pretrain", "finetune") else ""
-    module = None
+    module, code = None, 0
     try:
-        with _plain_warnings(name), _missing_extras():
-            module = importlib.import_module(f"saf.cli.{name}")
-            module.parse_words(rest).run()
-        return 0
-    except SystemExit as stop:  # after the help, for words that tyro refused, or where a signal stopped a run
-        return int(stop.code or 0)
+        if name not in COMMANDS:
+            code = _without_command(name)
+        else:
+            with _plain_warnings(name), _missing_extras():
+                module = importlib.import_module(f"saf.cli.{name}")
+                try:
+                    module.parse_words(rest).run()
+                except SystemExit as stop:  # after the help, for refused words, or where a signal stopped a run
+                    code = int(stop.code or 0)
+        sys.stdout.flush()  # a pipe that was closed is noticed here rather than at Python's exit
+        return code
     except SafError as error:
         print(f"saf {name}: {_settings_as_flags(str(error), module) if module else error}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)

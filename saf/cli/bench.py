@@ -3,8 +3,10 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, make_dataclass
+from inspect import cleandoc
 from pathlib import Path
-from typing import Any, Union
+from textwrap import fill
+from typing import Annotated, Any, Union
 
 import tyro
 
@@ -14,9 +16,17 @@ from saf import bench
 from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.distributed import is_rank0, process_group
-from saf.errors import UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from saf.report.benchmarks import tables
 
+USAGE = """usage: saf bench NAME [FOLDER] [OPTIONS]
+
+Time a frozen model against an ordinary one, in alternating pairs on this device:
+a preset with random weights, or the model of FOLDER.
+
+{benchmarks}
+
+`saf bench NAME --help` shows the settings."""
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
 VERSIONS = ("torch", "triton", "cuda", "cudnn")
 
@@ -25,7 +35,7 @@ VERSIONS = ("torch", "triton", "cuda", "cudnn")
 class _Bench:
     """Settings that each benchmark's command adds to its own."""
 
-    folder: tyro.conf.Positional[Path | None] = None
+    folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = None
     """Time this checkpoint, run, or output of saf.save or save_pretrained with its own frozen heads, not --model."""
     out: Path | None = None
     """Write the record to this new JSON file."""
@@ -61,12 +71,19 @@ COMMANDS = {
 Command: Any = Union[tuple(COMMANDS.values())]  # noqa: UP007 (made of a mapping)
 _SHOWN = ("folder", "out", "json", "model", "points", "rates", "backends", "kernels", "pairs", "device", "graphs")
 FIRST = dict.fromkeys(COMMANDS.values(), (*_SHOWN, "memory", "seconds", "pruned", "tolerance"))
+FIRST[COMMANDS["op"]] = FIRST[COMMANDS["op"]][1:]  # which times presets alone
 """The settings that `--help` shows."""
 
 
 def parse_words(words: Sequence[str]) -> _Bench:
     """Parse the benchmark's command; without its name the help lists the benchmarks."""
-    if words and words[0] in COMMANDS:
-        return parse(COMMANDS[words[0]], words[1:], prog=f"saf bench {words[0]}", first=FIRST)
-    words = ["--help" if word == "--help-all" else word for word in words or ["--help"]]
-    return tyro.cli(Command, args=words, prog="saf bench", description="Time a frozen model against an ordinary one.")
+    name, *rest = words or ["--help"]
+    if name in COMMANDS:
+        return parse(COMMANDS[name], rest, prog=f"saf bench {name}", first=FIRST)
+    if name not in ("-h", "--help", "--help-all"):
+        raise InputError(f"the benchmark must be one of {', '.join(COMMANDS)}, got {name!r}")
+    summaries = {name: cleandoc(kind.__doc__).partition("\n\n")[0] for name, kind in bench.KINDS.items()}
+    lines = [f"{name:<9}{' '.join(text.split())}" for name, text in summaries.items()]
+    filled = [fill(line, 80, initial_indent="  ", subsequent_indent=" " * 11) for line in lines]
+    print(USAGE.format(benchmarks="\n".join(filled)))
+    raise SystemExit

@@ -84,11 +84,12 @@ def verdict(result: dict[str, Any]) -> dict[str, str]:
     device, cuda = result["devices"][-1], torch.cuda.is_available()
     dtype = torch.bfloat16 if cuda else torch.float32
     backend = choose_backend("auto", device=torch.device("cuda" if cuda else "cpu"), dtypes=[dtype])
-    absent = [OPTIONAL[name] for name, version in result["optional"].items() if version is None]
+    useful = {name: version for name, version in result["optional"].items() if cuda or name != "triton"}
+    absent = [OPTIONAL[name] for name, version in useful.items() if version is None]
     missing, extras = [purpose for purpose, _ in absent], sorted({extra for _, extra in absent})
     steps = [f"pip install 'saf[{','.join(extras)}]'"] if extras else []
     if not cuda:
-        missing.insert(0, "the CUDA kernels, as torch sees no GPU: a CPU saves hardly any time")
+        missing.insert(0, "the CUDA kernels (torch sees no GPU, and a CPU saves hardly any time)")
         steps.append("measure speed on a GPU, by `saf bench update`")
     if result["compiler"] is None:
         missing.append("torch.compile on the CPU")

@@ -1,5 +1,6 @@
 """The `saf` command itself: help, exit codes, errors as one message, warnings as one line, doctor."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from saf.cli import COMMANDS
+from saf.cli.doctor import OPTIONAL, verdict
 from saf.hf.families import FAMILIES
 from saf.scores import SCORES
 from saf.targets import TARGETS
@@ -25,7 +27,7 @@ def test_every_command_has_help(saf):
         code, out, _ = saf(*name.split(), "--help")
         assert (code, f"usage: saf {name}" in out) == (0, True)
     assert all(saf("bench", *words)[:2] == saf("bench", "--help")[:2] for words in ([], ["--help-all"]))
-    assert saf("data", "info")[0] == 2
+    assert all(saf(*words)[0] == 2 for words in (["data", "info"], ["bench", "layers"]))
 
 
 @pytest.mark.parametrize("words", [["freeze"], ["pretrain"], ["finetune"], ["bench", "update"]], ids=" ".join)
@@ -65,6 +67,15 @@ def test_the_module_runs_as_a_program_and_imports_no_other_command():
     assert done.stderr.startswith("saf inspect: /nowhere does not exist")
 
 
+@pytest.mark.parametrize("words", ["--help", "data --help", "doctor --json"])
+def test_a_closed_pipe_ends_a_command_quietly(words):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-m", "saf", *words.split()], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
 def test_doctor_ends_with_a_verdict(saf, saf_json):
     printed = saf_json("doctor")
     assert (printed["devices"][0]["device"], printed["backends"][0]["lines"][-1]) == ("cpu", "auto: toeplitz")
@@ -72,6 +83,9 @@ def test_doctor_ends_with_a_verdict(saf, saf_json):
     code, out, _ = saf("doctor")
     assert code == 0
     assert out.splitlines()[-3:] == list(printed["verdict"].values())
+    if printed["devices"][-1]["device"] == "cpu":
+        bare = verdict({**printed, "optional": dict.fromkeys(OPTIONAL)})
+        assert (bare["does_not"].count("CUDA kernels"), "triton" in bare["to_do"]) == (1, False)
 
 
 def test_the_documents_name_the_families_that_freeze():
