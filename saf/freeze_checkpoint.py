@@ -43,11 +43,10 @@ class CheckpointFreezing:
     config: FreezeConfig
     """These settings say how heads are frozen."""
     out: Path
-    """Write the new checkpoint, or the model's folder, here; events.jsonl in it records the event."""
+    """Write the new checkpoint or model into this folder."""
     data: Path | None = None
-    """Read this folder by `saf data prepare`, or, for a Hugging Face model, a file of text. A checkpoint has
-    the data that it was trained on. A folder's tokenizer must be the model's (`saf data prepare --tokenizer
-    MODEL`)."""
+    """Read this file of text (of a Hugging Face model), or folder made by `saf data prepare` with the model's
+    tokenizer (--tokenizer MODEL); by default the data that a checkpoint was trained on."""
     bos: bool = False
     """Begin each sequence with the beginning-of-text token (BOS) of a Hugging Face model's tokenizer."""
     sequences: int = 32
@@ -58,13 +57,13 @@ class CheckpointFreezing:
     batch_size: int = 8
     """Run this number of sequences in a forward pass."""
     heldout_sequences: int | None = None
-    """Number of controller sequences for the loss before and after, and for scores of head outputs; None takes 32 for
-    such a score and for joint cost, for the latter on a CPU at most 8,192 tokens; otherwise up to 8 sequences."""
+    """Measure the loss before and after, joint cost, and scores of head outputs on this number of held-out sequences:
+    by default at most 8, for such a score or joint cost 32 (joint cost on a CPU: at most 8,192 tokens)."""
     accept_loss: bool = False
     """Write the model even where its held-out perplexity rises by more than 5%."""
     heal: int | None = None
-    """Train a Hugging Face model on this number of tokens afterwards, and the ordinary model alike: the
-    cost of the heads is reported against that."""
+    """Train the frozen Hugging Face model on this number of tokens, and the ordinary one alike, and report the cost of
+    the heads against that."""
     calibration_seed: int | None = None
     """Choose calibration sequences by this random seed; by default the run's, or 0."""
     capture_gb: float | None = None

@@ -18,12 +18,19 @@ MAX_ROWS = 20
 
 @dataclass(kw_only=True)
 class Command:
-    """Make a data folder of tokens from text: read, tokenise, divide into partitions, shuffle."""
+    """Turn text into a data folder of tokens, with text that is held out for calibration and measurements.
 
-    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE")] = ("python",)
-    """Read these: files of text, JSON Lines, .csv, .tsv or .parquet (all but the last also as .gz, .zst or .xz),
-    folders of these, folders saved by datasets, OWNER/NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, or python, the
-    text of Python's own library."""
+    A folder of text; a dataset of the Hugging Face hub, with GPT-2's tokenizer:
+
+      $ saf data prepare my_texts --out data
+      $ saf data prepare OWNER/NAME --tokenizer gpt2 --out data
+    """
+
+    sources: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="SOURCE [SOURCE ...]")] = (
+        "python",
+    )
+    """Read files of text, JSON Lines, .csv, .tsv (each also as .gz, .zst or .xz) or .parquet, folders of them, folders
+    saved by datasets, OWNER/NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, or python, the text of Python's library."""
     settings: Annotated[PrepareConfig, tyro.conf.OmitArgPrefixes]
     """These settings say how text becomes tokens."""
     out: str

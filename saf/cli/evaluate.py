@@ -24,9 +24,13 @@ from saf.tasks.zero_shot import ZERO_SHOT_FILES, TaskName, TooLong, zero_shot_re
 class Command:
     """Measure the perplexity of a model on held-out text, and its zero-shot accuracy.
 
-    Tasks are lm-eval's, with its prompts and metrics (`pip install 'saf[eval]'`). A Hugging Face model answers them
-    without data, too. Several processes share the batches when they are started by
-    `torchrun --nproc-per-node N -m saf evaluate ...`.
+    A run, on the held-out text of its own data; a Hugging Face model, on a file of text and on zero-shot tasks:
+
+      $ saf evaluate runs/frozen
+      $ saf evaluate MODEL --data text.txt --tasks piqa arc_easy --out after
+
+    Tasks are lm-eval's, with its prompts and metrics (`pip install 'saf[eval]'`); a Hugging Face model needs no --data
+    for them. `torchrun --nproc-per-node N -m saf evaluate ...` shares the batches among several processes.
     """
 
     model: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="MODEL")]
@@ -54,7 +58,7 @@ class Command:
     length: int | None = None
     """Use this many tokens of context in a window, and at most in a question; by default the model's longest."""
     batch_size: int = 8
-    """Run this number of windows in a forward pass, or of sequences of one length."""
+    """Run this number of windows, or of equally long answers, in a forward pass."""
     limit: int | None = None
     """Stop after this many windows."""
     device: Literal["auto", "cpu", "cuda"] = "auto"

@@ -21,15 +21,26 @@ from saf.train.finetune import choosing, finetune, finetune_defaults, settings_l
 
 @dataclass(kw_only=True)
 class Command(TrainFlags):
-    """Finetune a checkpoint on a task, in a folder of its own, and measure its accuracy.
+    r"""Finetune a checkpoint on a task, in a folder of its own, and measure its accuracy.
 
-    Tasks are sst2, boolq and quality with --data and --test, a user's own FILE.jsonl of training examples with --test,
-    and mqar, associative recall, which needs no files and has --updates. The ordinary model chooses the number of
-    epochs, from 1 to 5, on a share of the training file; other arms are finetuned --like it. Settings left out take
-    the paper's value for the task, else the parent's: --help-all with --parent, --task and --out shows them. Exit
-    code 75: a signal stopped the run after a checkpoint; go on with --resume.
+    The ordinary model, which chooses the number of epochs, from 1 to 5, on a share of the training file; then another
+    arm with the same examples, order and updates:
+
+      $ saf finetune --task train.jsonl --test test.jsonl \
+            --parent runs/ordinary --out runs/own
+      $ saf finetune --like runs/own --parent runs/frozen --out runs/own-frozen
+
+    Settings left out take the paper's value for the task, else the parent's: --help-all with --parent, --task and --out
+    shows them. Exit code 75: a signal stopped the run after a checkpoint; go on with --resume.
     """
 
+    task: str = field()
+    """Finetune on sst2, boolq or quality (with --data and --test), your own FILE.jsonl of training examples (with
+    --test), or mqar, associative recall, which needs no files (docs/tasks.md)."""
+    parent: str | None = field()
+    """Start from the weights of this checkpoint, or of a run's newest one."""
+    data: str = ""
+    """Read the training examples from this file, in the layout of the task."""
     examples: Annotated[FinetuneSettings, tyro.conf.OmitArgPrefixes] = field(default_factory=FinetuneSettings)
     """The files of examples."""
     epochs: int | None = None
@@ -66,7 +77,8 @@ def parse_words(words: Sequence[str]) -> Command:
     early = EarlyFlags.of(words)
     if early.out is None or not (early.parent or early.resume):
         if {"-h", "--help", "--help-all"} & set(words):
-            return parse(Command, words, prog="saf finetune", first=FIRST)
+            shown = [name for name in FIRST[Command] if name not in ("batch_size", "updates", "peak_lr")]
+            return parse(Command, words, prog="saf finetune", first={**FIRST, Command: shown})
         raise InputError("finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out")
     base = _base(early, early.out)
     of = lambda kind: {each.name: base[each.name] for each in fields(kind) if each.name in base}  # noqa: E731

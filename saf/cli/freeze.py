@@ -28,12 +28,12 @@ AFTER = {
 class Command(CheckpointFreezing):
     r"""Freeze or prune heads of a checkpoint or Hugging Face model, and write the result as a new one.
 
-    A pretrained model: heads freeze in the order of what they cost together, while perplexity rises by less than 1%.
+    A pretrained model: heads freeze, the cheapest first, while perplexity rises by less than 1%:
 
       $ saf freeze MODEL --data text.txt --score forward_kl --rate 0.02 \
             --budget 1% --length 1024 --out frozen
 
-    A run of `saf pretrain`, on its own data: the rate decides, and the cost in perplexity is printed first.
+    A quarter of the heads of a run, measured on its own data:
 
       $ saf freeze runs/ordinary --rate 0.25 --out frozen
     """

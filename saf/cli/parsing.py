@@ -84,7 +84,7 @@ def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | No
             default = tyro.MISSING if each.default_factory is MISSING else each.default_factory()
         if each.name not in first.get(kind, [each.name]):
             hint = Annotated[hint, tyro.conf.Suppress]
-        elif default is tyro.MISSING or default is None or default in ((), {}):
+        elif default is tyro.MISSING or default is None or default in ((), {}, ""):
             behaviour = "(required)" if default is tyro.MISSING else "(optional)"
             hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=behaviour)]
         text = docs.get(each.name)

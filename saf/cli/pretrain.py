@@ -16,7 +16,7 @@ from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
 from saf.freeze_config import BUDGETS, FreezeConfig
 from saf.records.run import RecordedRun
-from saf.records.table import Table
+from saf.records.table import Table, signed
 from saf.schedules import OneTime, Schedule
 from saf.tasks import FinetuneSettings, TextTask
 from saf.tasks.mqar import recall_tables, unlearnt_reason
@@ -60,12 +60,17 @@ class TrainFlags(TrainConfig):
 
 @dataclass(kw_only=True)
 class Command(TrainFlags):
-    """Train a model, or one arm from another run's checkpoint, in a folder of its own.
+    r"""Train a model, or one arm from another run's checkpoint, in a folder of its own.
+
+    An ordinary model, then an arm that starts at its checkpoint and freezes a quarter of the heads:
+
+      $ saf pretrain --data data --out runs/ordinary
+      $ saf pretrain --parent runs/ordinary/checkpoints/step-500 \
+            --out runs/frozen --freeze.rate 0.25
 
     A setting that is left out has its default, with --parent the parent run's value, and with --resume the run's own;
-    `saf pretrain --parent FOLDER --out FOLDER --help-all` shows these values.
-    Several processes train together when `torchrun --nproc-per-node N -m saf pretrain ...` starts them.
-    Exit code 75: a signal stopped the run after a checkpoint; go on with --resume.
+    --help-all with these flags and --out shows the values. `torchrun --nproc-per-node N -m saf pretrain ...` trains in
+    several processes. Exit code 75: a signal stopped the run after a checkpoint; go on with --resume.
     """
 
     def run(self) -> dict[str, Any]:
@@ -196,6 +201,9 @@ def result_table(run: RecordedRun) -> Table:
         more = f", the first of {event['events']} events" if event["events"] > 1 else ""
         facts["heads changed"] = f"after update {event['update']:,}{more}"
         if event.get("loss_before") is not None:
-            facts["controller loss"] = f"{event['loss_before']:.4f} before, {event['loss_after']:.4f} after"
+            before, after = ("before the first", "after the last") if more else ("before", "after")
+            facts["controller loss"] = f"{event['loss_before']:.4f} {before}, {event['loss_after']:.4f} {after}"
+            if more and event["loss_rise"] is not None:
+                facts["controller loss"] += f"; {signed(event['loss_rise'], 4, '')} by the events themselves"
     facts["checkpoint"] = result["checkpoint"]
     return Table.facts(f"{run.arm} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", facts)

@@ -16,9 +16,15 @@ from saf.report.page import write_report
 
 @dataclass(kw_only=True)
 class Command:
-    """Write one self-contained HTML page: about runs, or about a Hugging Face model with frozen heads."""
+    """Write one self-contained HTML page about runs, or about a Hugging Face model with frozen heads.
 
-    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="RUN")]
+    Runs, the ordinary one first; or a model and its evaluations before and after:
+
+      $ saf report runs/ordinary runs/frozen
+      $ saf report FROZEN before after
+    """
+
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="FOLDER [FOLDER ...]")]
     """Show these run folders; the first ordinary one is the baseline. Or show a Hugging Face folder, with its
     evaluations before and after (`saf evaluate --out`)."""
     out: Path | None = None
