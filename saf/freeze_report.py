@@ -20,7 +20,7 @@ from saf.statistics import AttentionStatistics
 SCHEMA = "saf.freezing.recipe/1"
 _KNOWN = (
     *("heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash"),
-    *("loss_before", "loss_after", "worst_layer"),
+    *("loss_before", "loss_after", "loss_text", "worst_layer"),
 )
 """Values of a report that a model's configuration keeps."""
 

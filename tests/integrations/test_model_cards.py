@@ -54,6 +54,7 @@ def test_the_card_maps_the_heads_that_are_frozen_now_and_keeps_what_people_wrote
     assert card.startswith("# Mine\n")
     assert frozen_in(card) == report.heads
     assert report.statistics.sequences_hash[:16] in card
+    assert f"calibration loss {report.loss.before:.4f} nats before" in card
     for line in ("one thing", "another"):
         record_cost_(tmp_path, line)
     assert card_of(tmp_path).count("what freezing cost") == 1
