@@ -112,11 +112,11 @@ def freeze_(
         limits = {"capture_bytes": capture_bytes, "progress": progress}
         statistics = calibrate(model, sequences, collect=config.collect, timer=timer, **limits)
 
-        # Lines 5 and 6: sort the heads by score, the lowest first; k = round(r L H).
+        # Lines 5 and 6: the heads by score, the lowest first, and k = round(r L H).
         with timer("score"):
             scores = _scores(adapter, sequences, statistics, config, choosing, score_inputs or {})
         with timer("select"):
-            layout = adapter.sites()[0].layout
+            k, layout = config.requested(statistics.variance.numel()), adapter.sites()[0].layout
             order = head_order(scores, config, group_size=layout.num_heads // layout.num_kv_heads)
 
         # Lines 7 to 19: fit head after head until k are within the tolerance. Line 20: fewer are refused or warned of.
@@ -124,8 +124,7 @@ def freeze_(
         fits, rejected = accept_fits(order, fit, config, allow_empty=allow_empty)
 
         # Past the paper: of more candidates than k, accept those that cost least together.
-        k, joint = config.requested(statistics.variance.numel()), None
-        trial = partial(_trial, model, fits, config, optimizer)
+        trial, joint = partial(_trial, model, fits, config, optimizer), None
         if config.jointly:
             options = {"budget": config.budget, "allow_empty": allow_empty, "progress": joint_progress}
             with timer("joint cost"):
@@ -141,7 +140,7 @@ def freeze_(
             with timer("loss"):
                 on_rise = {None: by_default, True: "accept", False: "refuse"}[accept_loss]
                 loss, worst = _cost(model, heads, reporting, trial, on_rise)
-        counts = {kind: len(adapter.heads(kind)) + len(heads) * (kind == config.kind) for kind in EDITED}
+        before = {kind: len(adapter.heads(kind)) for kind in EDITED if kind == config.kind or adapter.heads(kind)}
         return FreezeReport(
             heads=heads,
             deferred=deferred,
@@ -151,7 +150,7 @@ def freeze_(
             scores=scores[config.score],
             statistics=statistics,
             config=config.to_dict(),
-            in_all={kind: count for kind, count in counts.items() if count or kind == config.kind},
+            in_all=before | {config.kind: before[config.kind] + len(heads)},
             seconds=timer.seconds,
             joint_cost=joint,
             loss=loss,
@@ -274,7 +273,8 @@ def accept_fits(
 ) -> tuple[dict[Head, FittedHead], dict[Head, FittedHead]]:
     """Fit heads in order until k are within the tolerance, or none is left; return these and the rejected ones.
 
-    Candidates are fitted as many at a time as are still missing. The heads of a KV group are accepted together.
+    `order` proposes as many at a time as are still missing, in units: single heads, or KV groups that are accepted as a
+    whole.
     """
     strict = config.strict or config.heads is not None
     fits: dict[Head, FittedHead] = {}
