@@ -23,6 +23,8 @@ from saf.ops.toeplitz.op import TILE
 
 CACHED = 32 << 20
 """Bytes of input that programs running together may share: about half of a data-centre GPU's second-level cache."""
+FOLDED = 32_768
+"""Positions beyond which blocks of a single sequence's output go two by two: 1,457 us instead of 1,920 at 65,536."""
 WIDE_FROM = 4096
 """Positions beyond which blocks are 256 columns wide: there they gained with four heads and lost with fewer."""
 
@@ -32,10 +34,12 @@ class ToeplitzConfig(NamedTuple):
 
     Attributes:
         block_m: output positions of a program, TILE at most.
-        block_n: columns of a program, of the B x D columns of sequences and channels.
+        block_n: columns of the folded (batch, channel) axis of a program.
         block_k: positions summed over in a step, TILE at most.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
+        fold: consecutive blocks of output rows that one program computes as more columns, for few columns; 2 needs
+            descriptors and blocks of TILE rows.
         descriptors: whether operands are read through the bulk copy engine: Hopper and later, 16 bits, B x D a
             multiple of 8.
         slabs: column blocks of a head that are computed before the next ones begin, so that the input they share stays
@@ -47,6 +51,7 @@ class ToeplitzConfig(NamedTuple):
     block_k: int = 64
     num_warps: int = 4
     num_stages: int = 3
+    fold: int = 1
     descriptors: bool = False
     slabs: int = 0
 
@@ -62,24 +67,26 @@ def choose_config(
     """
     if dtype == torch.float32:  # without matrix units
         return ToeplitzConfig(block_m=64, block_n=64, block_k=32, num_stages=2)
-    config = _by_shape(length, columns, heads)
+    config = _by_shape(length, columns, heads, hopper)
     stage = (config.block_m + config.block_n) * config.block_k * dtype.itemsize
-    total = cdiv(columns, config.block_n) * heads
+    total = cdiv(config.fold * columns, config.block_n) * heads
     fitting = max(1, CACHED // (max(1, length) * config.block_n * dtype.itemsize))
     return config._replace(
-        descriptors=hopper and columns % max(8, config.block_n) == 0,
+        descriptors=hopper and columns % max(8, 1 if config.fold > 1 else config.block_n) == 0,
         num_stages=min(config.num_stages, max(2, shared // stage)),
         slabs=fitting if fitting < total else 0,
     )
 
 
-def _by_shape(length: int, columns: int, heads: int) -> ToeplitzConfig:
+def _by_shape(length: int, columns: int, heads: int, hopper: bool) -> ToeplitzConfig:
     """Return blocks and the depth of the pipeline for 16-bit operands: 128 x 128, wider or narrower.
 
     Limits lie between shapes for which either choice was the faster one; where between them was not measured.
     """
     rows = cdiv(length, 128)
     programs = rows * cdiv(columns, 128) * heads
+    if columns <= 64 and columns % 8 == 0 and length > FOLDED and hopper:
+        return ToeplitzConfig(num_warps=8, num_stages=4, fold=2)
     if (columns <= 64 and length > 2048 and rows * heads > 96) or (columns > 128 and length <= 2048 and programs < 132):
         return ToeplitzConfig(block_n=64, num_stages=5)
     if columns <= 64 or (columns <= 128 and length <= 4096):
@@ -116,12 +123,16 @@ def toeplitz_matmul(
         hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
         shape = {"length": length, "columns": columns, "heads": heads, "dtype": x.dtype}
         config = choose_config(**shape, hopper=hopper, shared=shared_memory(x.device))
-    scaled = x.new_empty(heads, length, columns)
+    fold = config.fold
+    rows = length if fold == 1 else cdiv(length, fold * TILE) * fold * TILE
+    scaled = x.new_empty(heads, rows, fold * columns)
+    # Folded, group r of the columns holds the rows r - fold + 1 tiles away (r tiles away transposed), zero beyond T.
     launch(
-        prescale_kernel, (cdiv(length, 32), cdiv(columns, 128), heads), x, before, scaled, length, columns,
-        *strides(x), before.stride(0), D=dim, BT=32, BN=128, num_warps=4, device=x.device,
+        prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), x, before, scaled, length, columns, rows,
+        *strides(x), before.stride(0),
+        D=dim, BT=32, BN=128, FOLD=fold, FIRST=0 if transpose else 1 - fold, TILE=TILE, num_warps=4, device=x.device,
     )  # fmt: skip
-    num_m, num_n = cdiv(length, config.block_m), cdiv(columns, config.block_n)
+    num_m, num_n = cdiv(rows, fold * config.block_m), cdiv(fold * columns, config.block_n)
     grid = (num_m * num_n * heads,)
     blocks = num_m, num_n, heads, min(config.slabs, num_n * heads) or num_n * heads
     constants = {
@@ -139,26 +150,39 @@ def toeplitz_matmul(
     tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
     x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
     tiles_desc = TensorDescriptor.from_tensor(tables.view(-1, TILE), tile)
-    numbers = length, columns, *strides(out), after.stride(0), tables.shape[1], *blocks
-    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants)
+    numbers = length, columns, rows, *strides(out), after.stride(0), tables.shape[1], *blocks
+    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants, FOLD=fold)
     return out
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "rows"])
 def prescale_kernel(
-    x_ptr, before_ptr, out_ptr, T, N, x_stride_b, x_stride_h, x_stride_t, before_stride_h,
-    D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
+    x_ptr, before_ptr, out_ptr, T, N, rows,
+    x_stride_b, x_stride_h, x_stride_t, before_stride_h,
+    D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Write x * before, rounded to x's dtype, as contiguous [F, T, N]."""
+    """Write x * before, rounded to x's dtype, as contiguous [F, rows, FOLD N].
+
+    Columns of group r come from FIRST + r tiles further down; zero outside of 0 to T.
+    """
     i_h = tl.program_id(2).to(tl.int64)
     o_t = tl.program_id(0) * BT + tl.arange(0, BT)
     o_n = tl.program_id(1) * BN + tl.arange(0, BN)
-    mask = (o_t < T)[:, None] & (o_n < N)[None, :]
-    row = o_t.to(tl.int64)[:, None]
-    column = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
-    b_x = tl.load(x_ptr + i_h * x_stride_h + row * x_stride_t + column[None, :], mask=mask, other=0.0)
-    b_before = tl.load(before_ptr + i_h * before_stride_h + o_t, mask=o_t < T, other=0.0)[:, None]
-    p_out = out_ptr + (i_h * T + row) * N + o_n[None, :]
+    mask = (o_t < rows)[:, None] & (o_n < FOLD * N)[None, :]
+    p_out = out_ptr + (i_h * rows + o_t.to(tl.int64)[:, None]) * (FOLD * N) + o_n[None, :]
+    if FOLD == 1:
+        row = o_t.to(tl.int64)
+        column = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
+        b_x = tl.load(x_ptr + i_h * x_stride_h + row[:, None] * x_stride_t + column[None, :], mask=mask, other=0.0)
+        b_before = tl.load(before_ptr + i_h * before_stride_h + o_t, mask=o_t < T, other=0.0)[:, None]
+    else:
+        source = o_t[:, None] + (FIRST + o_n // N)[None, :] * TILE
+        inside = mask & (source >= 0) & (source < T)
+        own = o_n % N
+        column = (own // D).to(tl.int64) * x_stride_b + own % D
+        p_x = x_ptr + i_h * x_stride_h + source.to(tl.int64) * x_stride_t + column[None, :]
+        b_x = tl.load(p_x, mask=inside, other=0.0)
+        b_before = tl.load(before_ptr + i_h * before_stride_h + source, mask=inside, other=0.0)
     tl.store(p_out, (b_x.to(tl.float32) * b_before).to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -194,31 +218,40 @@ def toeplitz_kernel(
         acc = add_product(acc, b_a, b_x, PRECISION)
         p_x += BK * N
 
-    _store_product(
-        acc, after_ptr, out_ptr, i_h, m0, i_n * BN, T, N,
-        out_stride_b, out_stride_h, out_stride_t, after_stride_h, D, BM, BN,
-    )  # fmt: skip
+    o_m = m0 + tl.arange(0, BM)
+    b_after = tl.load(after_ptr + i_h * after_stride_h + o_m, mask=o_m < T, other=0.0)
+    column = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
+    p_out = out_ptr + i_h * out_stride_h + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
+    mask = (o_m < T)[:, None] & (o_n < N)[None, :]
+    tl.store(p_out, (acc * b_after[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_h", "slabs"])
+@triton.jit(do_not_specialize=["T", "rows", "num_m", "num_n", "num_h", "slabs"])
 def toeplitz_descriptor_kernel(
-    x_desc, tiles_desc, after_ptr, out_ptr, T, N,
+    x_desc, tiles_desc, after_ptr, out_ptr, T, N, rows,
     out_stride_b, out_stride_h, out_stride_t, after_stride_h, tiles_per_head, num_m, num_n, num_h, slabs,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr,
+    TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Compute what `toeplitz_kernel` does, from the scaled input [F, T, N] and all tiles stacked as [-, TILE]."""
+    """Compute one block of one head's output, from the scaled input [F, rows, FOLD N] and tiles stacked as [-, TILE].
+
+    It has BM rows of BN columns of N; with FOLD the same columns of FOLD consecutive blocks of BM rows. A tile of the
+    matrix meets the input one block further on for the next of them, so the scaled input has both as neighbouring
+    columns (`prescale_kernel`), and a tile read once serves both.
+    """
     i_m, i_h, i_n = place_of(tl.program_id(0), num_m, num_n, num_h, slabs)
     n0 = i_n * BN
     if not TRANSPOSE:
         i_m = num_m - 1 - i_m
-    m0 = i_m * BM
+    # Forward, the last of the blocks sees all keys that the others see, and the first of them transposed.
+    m0 = i_m * FOLD * BM
     if TRANSPOSE:
         lo = (m0 // BK) * BK
-        hi = T
+        hi = rows
     else:
+        m0 += (FOLD - 1) * BM
         lo = m0 * 0
-        hi = tl.minimum(m0 + BM, T)
+        hi = tl.minimum(m0 + BM, rows)
     first = i_h * tiles_per_head * TILE
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
@@ -230,10 +263,23 @@ def toeplitz_descriptor_kernel(
             b_a = tiles_desc.load([row, k0 % TILE])
         b_x = x_desc.load([i_h, k0, n0]).reshape(BK, BN)
         acc = tl.dot(b_a, b_x, acc)
-    _store_product(
-        acc, after_ptr, out_ptr, i_h.to(tl.int64), m0, n0, T, N,
-        out_stride_b, out_stride_h, out_stride_t, after_stride_h, D, BM, BN,
-    )  # fmt: skip
+
+    o_m = i_m * FOLD * BM + tl.arange(0, BM)
+    o_n = n0 + tl.arange(0, BN)
+    i_h = i_h.to(tl.int64)
+    own = o_n if FOLD == 1 else o_n % N
+    p_after = after_ptr + i_h * after_stride_h + o_m
+    column = (own // D).to(tl.int64) * out_stride_b + own % D
+    inside = (o_m < T)[:, None]
+    b_after = tl.load(p_after, mask=o_m < T, other=0.0)[:, None]
+    if FOLD == 2:
+        second = (o_n >= N)[None, :]
+        column += tl.where(o_n >= N, BM * out_stride_t, 0)
+        inside = tl.where(second, (o_m + BM < T)[:, None], inside)
+        b_after = tl.where(second, tl.load(p_after + BM, mask=o_m + BM < T, other=0.0)[:, None], b_after)
+    p_out = out_ptr + i_h * out_stride_h + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
+    mask = inside & (o_n < FOLD * N)[None, :]
+    tl.store(p_out, (acc * b_after).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -249,20 +295,6 @@ def place_of(tile, num_m, num_n, num_h, slabs):
     inside = tile - first * num_m
     slab = first + inside % together
     return inside // together, slab // num_n, slab % num_n
-
-
-@triton.jit
-def _store_product(
-    acc, after_ptr, out_ptr, i_h, m0, n0, T, N, out_stride_b, out_stride_h, out_stride_t, after_stride_h,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """Store after * acc, [BM, BN], where T and N end it."""
-    o_m, o_n = m0 + tl.arange(0, BM), n0 + tl.arange(0, BN)
-    b_after = tl.load(after_ptr + i_h * after_stride_h + o_m, mask=o_m < T, other=0.0)
-    column = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
-    p_out = out_ptr + i_h * out_stride_h + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
-    mask = (o_m < T)[:, None] & (o_n < N)[None, :]
-    tl.store(p_out, (acc * b_after[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
