@@ -98,7 +98,7 @@ def calibrate(
     plan = plan_calibration(model, sequences, collect=collect, **options)
     timer, progress = timer or Stopwatch(), progress or (lambda done, layers: None)
     sites, length, done, layers = adapter.sites(), sequences.length, 0, sum(map(len, plan.groups))
-    by_head = len(sites), sites[0].layout.num_heads
+    by_head = len(sites), sites[0].layout.num_heads  # a site is the attention of a layer
     statistics = {
         name: torch.full((*by_head, length) if name.startswith("eta") else by_head, torch.nan, dtype=torch.float64)
         for name in LayerStatistics._fields
@@ -157,7 +157,7 @@ class CalibrationPlan(NamedTuple):
     capture_bytes: int
     """Queries and keys of the largest group, on the model's device."""
     collection: Collection
-    """Tensors of `collect`, on the CPU."""
+    """Tensors of `collect`, on the CPU; `calibrate` fills them in."""
 
     def __str__(self) -> str:
         held = self.collection.nbytes
@@ -238,7 +238,7 @@ def _groups(device: torch.device, layer_bytes: dict[int, int], capture_bytes: in
             f"({'free memory' if capture_bytes is None else 'capture_bytes'}), got {byte_size(largest)}; "
             "pass fewer sequences, or measure fewer heads (heads=)"
         )
-    if capture_bytes is None:
+    if capture_bytes is None:  # all layers where the free memory is unknown
         share = sum(layer_bytes.values()) if limit is None else int(SHARE * limit)
         capture_bytes = min(share, CPU_BYTES) if device.type == "cpu" else share
     size = max(1, capture_bytes // largest)

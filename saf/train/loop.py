@@ -124,7 +124,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         origin = _open_origin(config, folder, shape, task, resume=resume)
         start = origin.parent["update"] if origin.parent else 0
         _check_budget(config, start)
-        updater, proposer = _restore(config, execution, task, shape, parallel, origin)
+        updater_fields, proposer = _restore(config, execution, task, shape, parallel, origin)
     # All ranks have looked at the folder before the first one writes.
     shared = {"model": shape, "task": task, "execution": execution, "parent": origin.parent}
     record = run_config(config, **shared, processes=parallel.processes)
@@ -136,8 +136,8 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         folder=folder,
         execution=execution,
         task=task,
-        model=updater["model"],
-        updater=Updater(**updater),  # ranks that train together wait for each other in it
+        model=updater_fields["model"],
+        updater=Updater(**updater_fields),  # ranks that train together wait for each other in it
         proposer=proposer,
         elapsed=elapsed,
         start=start,
@@ -145,12 +145,13 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         # A parent's, too: the best guess of the first update's seconds.
         recent=deque(origin.state.get("recent", ()), maxlen=8),
     )
+    # Of this run alone: rewarming and timing begin after its newest event, not after a parent's.
     own = on_rank0(lambda: [event.update or 0 for event in run.events if "inherited" not in event.values])
     run.heads_changed = max(own, default=None)
     if is_rank0():
         run.open_log_()
     if parallel.processes > 1:
-        run.say(f"{parallel.processes} processes ({parallel.kind}) take {updater['accumulation']} micro-batches each")
+        run.say(f"{parallel.processes} processes ({parallel.kind}) take {run.updater.accumulation} micro-batches each")
     return run
 
 
@@ -161,6 +162,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
     run.elapsed.enter("train")
     if run.update == 0 and run.parent_hash is None and 0 in config.branch_updates:
         run.save()
+    # Where a branch begins with an event, the state before it is the parent's checkpoint.
     apply_due_events_(run, saved=run.update == run.start and run.parent_hash is not None)
     _report_between(run)
     while not run.finished():
@@ -380,11 +382,13 @@ def _restore(
     trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
     if parallel.kind == Shards.kind and (gradient is not None or trained):
         raise UnsupportedError("fsdp takes neither trained patterns nor averages of Q/K gradients; take parallel='ddp'")
-    many, tokens = config.finetuning is not None, config.batch_size * task.length
-    no_graphs = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=many)
-    if config.graphs == "on" and no_graphs is not None:
-        raise UnsupportedError(no_graphs)
-    small = not many and tokens * shape.hidden_size <= GRAPHED_SIZE
+    many_lengths, size = config.finetuning is not None, config.batch_size * task.length * shape.hidden_size
+    reason = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=many_lengths)
+    graphed = config.graphs == "on"
+    if graphed and reason is not None:
+        raise UnsupportedError(reason)
+    if config.graphs == "auto":
+        graphed = reason is None and not many_lengths and size <= GRAPHED_SIZE
     return {
         "model": model,
         "optimizer": optimizer,
@@ -393,7 +397,7 @@ def _restore(
         "accumulation": micro_batches_of_one(config.accumulation, parallel.processes, batch_size=config.batch_size),
         "parallel": parallel,
         "clip": math.inf if config.clip is None else config.clip,
-        "graphed": config.graphs == "on" or (config.graphs == "auto" and small and no_graphs is None),
+        "graphed": graphed,
         "gradient": gradient,
         "done": origin.update,
     }, proposer
@@ -419,17 +423,17 @@ def _build(
 
 
 def _write_folder_(folder: Path, config: TrainConfig, record: dict[str, Any], origin: Origin) -> None:
-    """Write config.json, cut the logs back to the origin, and take over the event of a parent that `saf freeze` wrote.
-
-    The events of the origin's update come again, unless its checkpoint is the state after them.
-    """
-    update = origin.update
+    """Write config.json, cut logs back to the origin, and take over the event of a parent that `saf freeze` wrote."""
     after_event = origin.checkpoint is not None and origin.resumed and origin.checkpoint.path.name.endswith("-frozen")
 
     def stays(line: dict[str, Any]) -> bool:
-        number = line.get("update") or 0
-        of_event = line.get("when", "periodic") != "periodic" or "kind" in line  # a measurement around it, or itself
-        return "inherited" in line or number < update or (number == update and (after_event or not of_event))
+        """Return whether a line is of the time before the origin; the run writes all later ones again."""
+        update = line.get("update") or 0
+        if "inherited" in line or update != origin.update:
+            return "inherited" in line or update < origin.update
+        # A checkpoint is the state before the events of its update, or by its name the state after them.
+        of_event = "kind" in line or line.get("when", "periodic") != "periodic"  # the event, or a loss around it
+        return after_event or not of_event
 
     (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
     for each in (folder, folder / "checkpoints"):
