@@ -362,7 +362,7 @@ class Kind(Enum):
     HEADS = "the frozen heads of a model that keeps its own weights"
     TRANSFORMERS = "a model of transformers (save_pretrained)"
     EVALUATION = "an evaluation (`saf evaluate --out`)"
-    RESULT = "a result (.json)"
+    RESULT = "a .json file, such as a result"
 
 
 def kind_of(path: Path | str) -> Kind | None:
