@@ -6,7 +6,7 @@ Positions are cut into chunks of C rows. With u = before * x and N = REACH tiles
 
 A state h has P complex numbers a column: real parts `b_re [P, BN]` and imaginary parts `b_im [P, BN]`, float32. M
 multiplies by the complex factors `t_re + i t_im`; W (`write`) and L (`read`) hold real parts before imaginary ones. A
-stretch is the run of chunks that one program walks. A product takes three launches:
+stretch is the run of chunks that one program computes. A product takes three launches:
 
     states_kernel   what the chunks of each stretch add to the state       [F, stretches, 2, P, N]
     scan_kernel     the state at the end of each stretch, in place         one program for all stretches
@@ -41,7 +41,7 @@ class LinearConfig(NamedTuple):
     """How the kernels are cut into programs.
 
     Attributes:
-        stretch: chunks that a program walks.
+        stretch: chunks that a program computes one after another.
         columns: columns of B x D that it computes, a power of two.
         warps: warps of a program of `states_kernel` and of `mix_kernel`.
         stages: loads in flight in either.
@@ -54,7 +54,7 @@ class LinearConfig(NamedTuple):
 
 
 def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype) -> LinearConfig:
-    """Return the written rule: stretches just so long that all programs run at once, where that is possible."""
+    """Choose blocks and stretches: the shortest stretches with which all programs run at once."""
     exact = dtype == torch.float32  # sums in registers, without matrix units
     block = min(16 if exact else 64, max(16, 1 << (columns - 1).bit_length()))
     stretch = _stretch(cdiv(length, CHUNK), heads * cdiv(columns, block))
@@ -66,7 +66,7 @@ def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype) 
 def _stretch(chunks: int, blocks: int) -> int:
     """Return the chunks of a stretch where every stretch takes `blocks` programs.
 
-    Fewer than two would read more for the chunks before them than for their own.
+    Two at least: a program reads up to two chunks before its first one.
     """
     return max(2, cdiv(chunks, max(1, WAVE // blocks)))
 
@@ -86,7 +86,7 @@ def linear_matmul(
     `toeplitz_matmul`.
     """
     assert (x.stride(3), tables.near.dtype, len(tables.near)) == (1, x.dtype, x.shape[1])
-    assert tables.near.shape[1] <= 3, "a band must end within two chunks"
+    assert tables.num_tiles <= 3, "a band must end within two chunks"
     batch, heads, length, dim = x.shape
     columns = batch * dim
     if out is None:
@@ -99,32 +99,31 @@ def linear_matmul(
         "D": dim, "C": rows, "P": poles, "BN": config.columns, "POWERS": powers, "REVERSE": transpose,
         "PADDED": left_pad is not None, "EVEN_N": columns % config.columns == 0, "PRECISION": precision,
     }  # fmt: skip
-    adding, mixing = (
+    of_states, of_mix = (
         constants | {"STAGES": stages, "num_warps": warps, "num_stages": stages, "device": x.device}
         for warps, stages in zip(config.warps, config.stages, strict=True)
     )
     blocks, stretches = cdiv(columns, config.columns), cdiv(cdiv(length, rows), config.stretch)
     # The state at the end of every stretch but the last, which no other reads.
     states = before.new_empty(heads, max(1, stretches - 1), 2, poles, columns, dtype=torch.float32)
-    pad = before if left_pad is None else left_pad  # never read then
+    pad = before if left_pad is None else left_pad  # any pointer: unpadded kernels do not read it
     if stretches > 1:
         launch(
             states_kernel, (stretches - 1, heads, blocks), x, before, pad, tables.write, tables.turns, states,
-            length, columns, config.stretch, reach - 1, *strides(x), before.stride(0), **adding,
+            length, columns, config.stretch, reach - 1, *strides(x), before.stride(0), **of_states,
         )  # fmt: skip
     if stretches > 2:
         _scan(states, tables.turns, stretches - 1, config.stretch)
     launch(
         mix_kernel, (stretches, heads, blocks), x, before, pad, after, *tables, states, out, length, columns,
-        config.stretch, *strides(x, out), before.stride(0), after.stride(0), **mixing, REACH=reach,
+        config.stretch, *strides(x, out), before.stride(0), after.stride(0), **of_mix, REACH=reach,
     )  # fmt: skip
     return out
 
 
 def _sizes(tables: LinearTables) -> tuple[int, int, int, int]:
     """Return the sizes of tables: tiles N, rows of a chunk C, poles P, powers of M."""
-    _, tiles, rows, _ = tables.near.shape
-    return tiles, rows, tables.write.shape[1] // 2, tables.turns.shape[1]
+    return tables.num_tiles, tables.chunk, tables.write.shape[1] // 2, tables.turns.shape[1]
 
 
 def _scan(states: Tensor, turns: Tensor, stretches: int, stretch: int) -> None:
@@ -283,7 +282,7 @@ def fill(
         "D": dim, "C": rows, "P": poles, "BN": STEP_COLUMNS, "POWERS": powers,
         "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0, "PRECISION": precision, "num_warps": 4,
     }  # fmt: skip
-    pad = before if left_pad is None else left_pad  # never read then
+    pad = before if left_pad is None else left_pad  # any pointer: unpadded kernels do not read it
     blocks = cdiv(columns, STEP_COLUMNS)
     chunks = max(0, (length - 1) // rows - reach)  # those in h_{c-1}
     stretch = _stretch(chunks, heads * blocks)
@@ -312,7 +311,7 @@ def step(
     batch, heads, rows, dim = x.shape
     reach, chunk, poles, powers = _sizes(tables)
     columns, on_device = batch * dim, isinstance(first, Tensor)
-    pad = before if left_pad is None else left_pad  # never read then
+    pad = before if left_pad is None else left_pad  # any pointer: unpadded kernels do not read it
     launch(
         step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, pad, after, *tables,
         first if on_device else before, ring, sums, out, rows, 0 if on_device else first, columns, *strides(x, out),

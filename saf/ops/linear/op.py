@@ -6,9 +6,9 @@ Positions are cut into chunks of C rows, u = before x. With N tiles, chunk c of 
 
     after * (G_0 u_c + G_1 u_{c-1} + ... + G_{N-1} u_{c-N+1} + L h_c),     h_c = M h_{c-1} + W u_{c-N}
 
-Pairs in one chunk, or in chunks so near that the band of g reaches them, meet in tiles G_n `[C, C]` of g (`near`).
-Pairs further apart meet through a state h: for each pole of (S.31), the sum of `exp((-damping + i frequency) distance)
-u` over all rows that are far enough. W (`write`) adds a chunk to it, L (`read`) reads it, M (`turns`) turns and decays
+Tiles G_n `[C, C]` of g (`near`) serve pairs of rows in one chunk, or in chunks so near that the band of g reaches them.
+A state h serves all larger distances: for each pole of (S.31) it is the sum of `exp((-damping + i frequency) distance)
+u` over the rows behind the tiles. W (`write`) adds a chunk to it, L (`read`) reads it, M (`turns`) rotates and decays
 it by C positions. `linear_product` is P V; its gradient dV = P^T dO is the same product with time reversed. Here are
 the operators, the algorithm in plain PyTorch and the tables; kernels.py has it in Triton.
 """
@@ -45,14 +45,24 @@ class LinearTables(NamedTuple):
         near: `[F, N, C, C]`, g between the rows of a chunk and of those 0 to N - 1 chunks before it.
         write: `[F, 2P, C]`, what each row of a chunk adds to the state at the chunk's end: cosines, then sines.
         read: `[F, C, 2P]`, what each row of a chunk reads of the state at the end of N chunks before it.
-        turns: `[F, K, 2, P]` float32 (float64 for float64 values), cosine and sine part of the factor by which a state
-            turns and decays over 1, 2, 4, ... chunks.
+        turns: `[F, K, 2, P]` float32 (float64 for float64 values), real and imaginary part of the factor that rotates
+            and decays a state over 1, 2, 4, ... chunks.
     """
 
     near: Tensor
     write: Tensor
     read: Tensor
     turns: Tensor
+
+    @property
+    def num_tiles(self) -> int:
+        """Return N."""
+        return self.near.shape[1]
+
+    @property
+    def chunk(self) -> int:
+        """Return C, the rows of a chunk."""
+        return self.near.shape[-1]
 
 
 class Linear(Backend):
@@ -156,24 +166,24 @@ class RecurrentState(NamedTuple):
     @classmethod
     def empty(cls, value: Tensor, sizes: tuple[int, int, int, int]) -> "RecurrentState":
         """Return the state before the first of `value [B, H_kv, rows, D]`; `sizes` are F, N, C and 2P."""
-        heads, reach, rows, poles = sizes
+        heads, num_tiles, chunk, poles = sizes
         batch, _, _, dim = value.shape
         wide = torch.float64 if value.dtype == torch.float64 else torch.float32
-        ring = value.new_zeros(batch, heads, reach + 1, rows, dim)
+        ring = value.new_zeros(batch, heads, num_tiles + 1, chunk, dim)
         return cls(ring, value.new_zeros(batch, heads, 2, poles, dim, dtype=wide), value)
 
     def mix(self, heads: tuple[int, ...], tables: Tables, position: CachePosition, whole: bool) -> Tensor:
-        """Return rows of `P V`, `[B, F, rows, D]`: `whole` sequences fill the state, later rows go on from it.
+        """Return rows of `P V`, `[B, F, rows, D]`, and change the state; slot f reads `heads[f]` of the values.
 
-        Slot f reads `heads[f]` of the values.
+        `whole` sequences fill the state, later rows go on from it.
         """
         value, first, left_pad = take_heads(self.value, heads), position.first, position.left_pad
         chunked, before, after = _chunked(tables), tables["key_scale"], tables["row_scale"]
         if whole:
             fill_state(value, chunked, before, left_pad, self.ring, self.sums)
             return linear_product(value, chunked, before, after, left_pad, False)
-        where = (first, 0) if isinstance(first, Tensor) else (None, first)
-        return step_state(value, chunked, before, after, *where, left_pad, self.ring, self.sums)
+        on_device, on_host = (first, 0) if isinstance(first, Tensor) else (None, first)
+        return step_state(value, chunked, before, after, on_device, on_host, left_pad, self.ring, self.sums)
 
 
 def _nothing(x, tables, before, left_pad, ring, sums) -> None:
@@ -186,68 +196,77 @@ def fill_state(
 ) -> None:
     """Fill the state after values `x [B, F, T, D]` of whole sequences; arguments are those of `linear_product`."""
     chunked = LinearTables(*tables)
-    if uses_triton(x.device, x.dtype):
+    if not uses_triton(x.device, x.dtype):
+        _fill(x, chunked, before, left_pad, ring, sums)
+    elif ring.numel():
         from saf.ops.linear.kernels import fill
 
-        if ring.numel():
-            fill(unit_stride(x), chunked, before, left_pad, ring, sums, precision=product_precision(x.dtype))
-        return
-    reach, rows = chunked.near.shape[1], chunked.near.shape[-1]
+        fill(unit_stride(x), chunked, before, left_pad, ring, sums, precision=product_precision(x.dtype))
+
+
+def _fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor) -> None:
+    """Do `fill_state` in plain PyTorch."""
+    num_tiles, rows = tables.num_tiles, tables.chunk
     ring.zero_()
     sums.zero_()
     scaled, last = scale_rows(x, before, 0, left_pad), (x.shape[2] - 1) // rows
-    for back in range(min(reach, last) + 1):
+    for back in range(min(num_tiles, last) + 1):
         chunk = scaled[:, :, (last - back) * rows : (last - back + 1) * rows]
-        ring[:, :, (last - back) % (reach + 1), : chunk.shape[2]] = chunk
-    if last >= reach:
-        states = chunk_sums(scaled[:, :, : (last - reach + 1) * rows], chunked)
+        ring[:, :, (last - back) % (num_tiles + 1), : chunk.shape[2]] = chunk
+    if last >= num_tiles:
+        states = chunk_sums(scaled[:, :, : (last - num_tiles + 1) * rows], tables)
         sums[:, :, last % 2] = states[:, :, -1]
-        if last > reach:
+        if last > num_tiles:
             sums[:, :, (last + 1) % 2] = states[:, :, -2]
 
 
-def _step_like(x, tables, before, after, first, place, left_pad, ring, sums) -> Tensor:
+def _step_like(x, tables, before, after, first, host_first, left_pad, ring, sums) -> Tensor:
     return heads_like(x, x.shape[1])
 
 
 @operator("linear_step", fake=_step_like, mutates=("ring", "sums"))
 def step_state(
-    x: Tensor, tables: list[Tensor], before: Tensor, after: Tensor, first: Tensor | None, place: int,
+    x: Tensor, tables: list[Tensor], before: Tensor, after: Tensor, first: Tensor | None, host_first: int,
     left_pad: Tensor | None, ring: Tensor, sums: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return frozen heads `[B, F, rows, D]` of the next values `x`, and take these into the state.
+    """Return frozen heads `[B, F, rows, D]` of the next values `x`, and add these to the state.
 
-    They stand from position `first` (`[]`, on the device) or else `place` on. Other arguments are those of
-    `linear_product`. More than `STEP_ROWS` rows wait for the device.
+    The first of them stands at `first` (`[]`, on the device), at `host_first` where that is None. Other arguments are
+    those of `linear_product`. For more than `STEP_ROWS` rows the host waits for the device.
     """
     chunked, out = LinearTables(*tables), heads_like(x, x.shape[1])
-    if uses_triton(x.device, x.dtype) and x.shape[2] <= STEP_ROWS:
+    if not uses_triton(x.device, x.dtype) or x.shape[2] > STEP_ROWS:
+        _step(x, chunked, before, after, host_first if first is None else int(first), left_pad, ring, sums, out)
+    elif out.numel():
         from saf.ops.linear.kernels import step
 
-        if out.numel():
-            at = place if first is None else first
-            exact = product_precision(x.dtype)
-            step(unit_stride(x), chunked, before, after, left_pad, at, ring, sums, out, precision=exact)
-        return out
-    at = place if first is None else int(first)
-    reach, rows = chunked.near.shape[1], chunked.near.shape[-1]
-    scaled = scale_rows(x, before, at, left_pad)
+        at, precision = host_first if first is None else first, product_precision(x.dtype)
+        step(unit_stride(x), chunked, before, after, left_pad, at, ring, sums, out, precision=precision)
+    return out
+
+
+def _step(
+    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, first: int, left_pad: Tensor | None, ring: Tensor,
+    sums: Tensor, out: Tensor,
+) -> None:  # fmt: skip
+    """Do `step_state` in plain PyTorch, chunk by chunk, and write into `out`."""
+    num_tiles, slots = tables.num_tiles, tables.num_tiles + 1
+    scaled = scale_rows(x, before, first, left_pad)
     row = 0
     while row < x.shape[2]:
-        chunk, begin = divmod(at + row, rows)
-        count = min(rows - begin, x.shape[2] - row)
+        chunk, begin = divmod(first + row, tables.chunk)
+        count = min(tables.chunk - begin, x.shape[2] - row)
         within = slice(begin, begin + count)
         if not begin:  # h_c = M h_{c-1} + W u_{c-N}
-            added = chunked.write.to(sums.dtype) @ ring[:, :, (chunk - reach) % (reach + 1)].to(sums.dtype)
-            sums[:, :, chunk % 2] = turn(sums[:, :, (chunk - 1) % 2], chunked.turns[:, 0]) + added
-        ring[:, :, chunk % (reach + 1), within] = scaled[:, :, row : row + count]
-        total = chunked.read[:, within].to(sums.dtype) @ sums[:, :, chunk % 2]
-        for back in range(reach):
-            earlier = ring[:, :, (chunk - back) % (reach + 1)].to(sums.dtype)
-            total += chunked.near[:, back, within].to(sums.dtype) @ earlier
-        out[:, :, row : row + count] = scale_rows(total, after, at + row, left_pad)
+            added = tables.write.to(sums.dtype) @ ring[:, :, (chunk - num_tiles) % slots].to(sums.dtype)
+            sums[:, :, chunk % 2] = turn(sums[:, :, (chunk - 1) % 2], tables.turns[:, 0]) + added
+        ring[:, :, chunk % slots, within] = scaled[:, :, row : row + count]
+        total = tables.read[:, within].to(sums.dtype) @ sums[:, :, chunk % 2]
+        for back in range(num_tiles):
+            earlier = ring[:, :, (chunk - back) % slots].to(sums.dtype)
+            total += tables.near[:, back, within].to(sums.dtype) @ earlier
+        out[:, :, row : row + count] = scale_rows(total, after, first + row, left_pad)
         row += count
-    return out
 
 
 # --- the chunked sum in plain PyTorch
@@ -270,7 +289,7 @@ def scale_rows(x: Tensor, scale: Tensor, first: int, left_pad: Tensor | None) ->
 
 
 def turn(state: Tensor, factor: Tensor) -> Tensor:
-    """Return states `[..., F, *, 2P, D]` turned and decayed by `factor [F, *, 2, P]`: M of (S.32)."""
+    """Return states `[..., F, *, 2P, D]` rotated and decayed by `factor [F, *, 2, P]`: M h of (S.32)."""
     cosines, sines = state.chunk(2, -2)
     real, imaginary = factor[..., 0, :, None], factor[..., 1, :, None]
     return torch.cat([real * cosines - imaginary * sines, imaginary * cosines + real * sines], -2)
@@ -293,25 +312,23 @@ def chunked_product(
     x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None = None, *,
     reverse: bool = False,
 ) -> Tensor:  # fmt: skip
-    """Return (S.32) for `x [B, F, T, D]`, stored as `[B, T, F, D]`; scalings `[F, >=T]`; `reverse` is in time.
+    """Return (S.32) for `x [B, F, T, D]`, stored as `[B, T, F, D]`, in reversed time with `reverse`.
 
-    Scalings are multiplied in float32 at least, then rounded to x's dtype; all else is float32 (float64 for float64
-    values).
+    Scalings `[F, >=T]` are multiplied as `scale_rows` does; all else is float32 (float64 for float64 values).
     """
-    length = x.shape[2]
+    length, rows, num_tiles = x.shape[2], tables.chunk, tables.num_tiles
     wide = torch.promote_types(x.dtype, torch.float32)
-    rows, reach = tables.near.shape[-1], tables.near.shape[1]
     chunks = -(-length // rows)
     scaled = scale_rows(x, before, 0, left_pad)
     scaled = pad(scaled.flip(2) if reverse else scaled, (0, 0, 0, chunks * rows - length))
     columns = scaled.unflatten(2, (chunks, rows)).to(wide)
     total = torch.zeros_like(columns)
-    for back in range(min(reach, chunks)):
+    for back in range(min(num_tiles, chunks)):
         near = tables.near[:, back].to(wide)
         total[:, :, back:] += torch.einsum("fts,bfnsd->bfntd", near, columns[:, :, : chunks - back])
-    if chunks > reach:
-        states = chunk_sums(scaled[:, :, : (chunks - reach) * rows], tables)
-        total[:, :, reach:] += torch.einsum("ftp,bfnpd->bfntd", tables.read.to(wide), states)
+    if chunks > num_tiles:
+        states = chunk_sums(scaled[:, :, : (chunks - num_tiles) * rows], tables)
+        total[:, :, num_tiles:] += torch.einsum("ftp,bfnpd->bfntd", tables.read.to(wide), states)
     total = total.flatten(2, 3)[:, :, :length]
     return heads_like(x, x.shape[1]).copy_(scale_rows(total.flip(2) if reverse else total, after, 0, left_pad))
 
@@ -323,9 +340,9 @@ class ExactTables(NamedTuple):
     """The tables of F heads in float64, before they are rounded to a dtype of values.
 
     Attributes:
-        tables: `LinearTables`.
-        distance: g, `[F, T]`, its largest weight 1.
-        keys: exp(alpha), `[F, T]`, its largest 1.
+        tables: `LinearTables` of g.
+        distance: g, `[F, T]`, largest 1.
+        keys: exp(alpha), `[F, T]`, largest 1.
         sums: Z, `[F, T]`.
     """
 
@@ -338,14 +355,13 @@ class ExactTables(NamedTuple):
 def exact_tables(patterns: Sequence[ExponentialPattern], device: torch.device, *, chunk: int = CHUNK) -> ExactTables:
     """Return the tables of one pattern per head."""
     patterns = [one.to(dtype=torch.float64, device=device) for one in patterns]
-    # Fewest tiles N with (N - 1) C + 1 >= band width: the first distance that the state serves.
+    # The state serves distances from (N - 1) C + 1 on: N is the fewest tiles for which the band ends before that.
     num_tiles = 1 + -(-(max(one.band.shape[-1] for one in patterns) - 1) // chunk)
     poles = 1 << (max(16, *(one.damping.shape[-1] for one in patterns)) - 1).bit_length()  # as kernels index them
     weights = torch.stack([one.distance_weights() for one in patterns])
     largest = weights.amax(-1, keepdim=True)
-    heads = zip(patterns, largest, strict=True)
-    rows = zip(*(_head_tables(one, largest, chunk, num_tiles, poles) for one, largest in heads), strict=True)
-    tables = LinearTables._make(map(torch.stack, rows))
+    by_head = [_head_tables(*each, chunk, num_tiles, poles) for each in zip(patterns, largest, strict=True)]
+    tables = LinearTables(*(torch.stack(of_heads) for of_heads in zip(*by_head, strict=True)))
     keys = torch.stack([one.key_logits() for one in patterns])
     keys = (keys - keys.amax(-1, keepdim=True)).exp()
     return ExactTables(tables, weights / largest, keys, _row_sums(tables, keys))
@@ -354,7 +370,7 @@ def exact_tables(patterns: Sequence[ExponentialPattern], device: torch.device, *
 def _head_tables(
     pattern: ExponentialPattern, largest: Tensor, rows: int, num_tiles: int, num_poles: int
 ) -> tuple[Tensor, ...]:
-    """Return the tables of one head over its `largest` weight."""
+    """Return `LinearTables` of one head, g divided by its `largest` weight."""
     width, padding = pattern.band.shape[-1], num_poles - pattern.damping.shape[-1]
     damping, frequency, cosine, sine = (
         pad(x, (0, padding)) for x in (pattern.damping, pattern.frequency, pattern.cosine, pattern.sine)
@@ -398,8 +414,8 @@ def linear_tables(exact: ExactTables, dtype: torch.dtype) -> tuple[LinearTables,
     rounded = LinearTables(near.to(dtype), write.to(dtype), read.to(dtype), turns.to(wide))
     sums = _row_sums(rounded, exact.keys.to(dtype).double())
     inverse = (1 / sums).to(wide).contiguous()
-    same = (sums / exact.sums - 1).abs() <= ROW_SUM_TOLERANCE
-    if not bool((inverse.isfinite() & (inverse > 0) & same).all()):
+    close = (sums / exact.sums - 1).abs() <= ROW_SUM_TOLERANCE
+    if not bool((inverse.isfinite() & (inverse > 0) & close).all()):
         raise UnsupportedError(
             f"values of {dtype} cannot hold the sums of an exponential pattern: its poles cancel too much, or its keys "
             "range too far; use pattern.to_compact()"
