@@ -3,9 +3,9 @@
     live    part p: o_p = sum_j 2^(s_ij - l_p) v_j,  l_p = log2 sum_j 2^s_ij;   merged: sum_p 2^(l_p - l) o_p
     frozen  part p: o_p = sum_j P(i, j) v_j;                                    merged: sum_p o_p
 
-Pointers are called as the arguments of `decode_heads` in op.py. Of the constants, EVEN says that as many live slots
-read each KV head, in order; ORDERED that these are the first value heads; ON_DEVICE that `first_ptr` holds the position
-of the first query, otherwise `place` is it; PADDED that sequences begin at `pad_ptr`. Names are those of launch.py.
+Pointers are called as the arguments of `decode_heads` in op.py. EVEN says that equally many consecutive live slots read
+each KV head; ORDERED that these are the first value heads; ON_DEVICE that `first_ptr` holds the position of the first
+query, which `host_first` is otherwise; PADDED that sequences begin at `pad_ptr`. Names are those of launch.py.
 """
 
 import torch
@@ -22,14 +22,14 @@ KEYS, WARPS, STAGES = 128, 4, 3
 """Keys read at once, warps and stages of the pipeline, of which two wait in memory: 16 KiB of 64 channels in 16 bits
 each. Chosen, not measured against others."""
 FEWEST_KEYS = 32
-"""Keys of a matrix product at least."""
+"""Fewest keys of a matrix product."""
 RESERVED = {2: 24 << 10, 4: 48 << 10}
 """Shared memory (bytes) that a program needs besides its stages, by the bytes of a value: at least what compiling for
 9.0 shows."""
 BLOCK_ROWS = 16
 """Rows of one product, the fewest that tensor cores take; of 64, float32 weights spill (checked by compiling)."""
 PARTS = 32
-"""Parts added at once."""
+"""Parts that a program of the merge reads at once."""
 LOG2E = 1.4426950408889634
 """Scores times this are exponents of 2."""
 
@@ -37,7 +37,7 @@ LOG2E = 1.4426950408889634
 def decode(
     query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
     frozen_read: Tensor | None, frozen_readers: Tensor | None, lowest: int, distance: Tensor | None,
-    key_scale: Tensor | None, row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None,
+    key_scale: Tensor | None, row_scale: Tensor | None, first: Tensor | None, host_first: int, left_pad: Tensor | None,
     parts: int, scale: float, out: Tensor, *, precision: str,
 ) -> None:  # fmt: skip
     """Write all heads into `out [B, L + F, rows, D]`, stored as `[B, rows, L + F, D]`; arguments of `decode_heads`."""
@@ -54,7 +54,7 @@ def decode(
     launch(
         flash_decode_kernel, (parts, kv + groups, batch), query, key, value,
         *[value if one is None else one for one in optional],  # absent ones are never read
-        sums, logs, place, length, part_keys, lowest, scale * LOG2E, *strides(query, key, value),
+        sums, logs, host_first, length, part_keys, lowest, scale * LOG2E, *strides(query, key, value),
         0 if distance is None else distance.stride(0), *sums.stride()[:2], *logs.stride()[:2],
         LIVE=live, KV=kv, LIVE_GROUP=group, EVEN=live_readers is None, ORDERED=live_read is None, FROZEN=frozen,
         ROWS=rows, GROUP=readers, BLOCKS=blocks, D=dim, DP=padded_channels(dim), BM=BLOCK_ROWS, BK=keys,
@@ -76,10 +76,10 @@ def keys_at_once(dim: int, itemsize: int, shared: int) -> int:
     return keys
 
 
-@triton.jit(do_not_specialize=["place", "T", "part_keys", "lowest"])
+@triton.jit(do_not_specialize=["host_first", "T", "part_keys", "lowest"])
 def flash_decode_kernel(
     q_ptr, k_ptr, v_ptr, live_read_ptr, live_readers_ptr, frozen_read_ptr, frozen_readers_ptr, distance_ptr,
-    key_scale_ptr, row_scale_ptr, first_ptr, pad_ptr, sums_ptr, logs_ptr, place, T, part_keys, lowest, scale,
+    key_scale_ptr, row_scale_ptr, first_ptr, pad_ptr, sums_ptr, logs_ptr, host_first, T, part_keys, lowest, scale,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     table_stride, sums_stride_part, sums_stride_b, logs_stride_part, logs_stride_b,
     LIVE: tl.constexpr, KV: tl.constexpr, LIVE_GROUP: tl.constexpr, EVEN: tl.constexpr, ORDERED: tl.constexpr,
@@ -91,10 +91,10 @@ def flash_decode_kernel(
     i_part = tl.program_id(0)
     i_g = tl.program_id(1)
     i_b = tl.program_id(2).to(tl.int64)
-    first = place
+    first = host_first
     if ON_DEVICE:
         first = tl.load(first_ptr).to(tl.int32)
-    pad = place * 0  # a number as a loaded one is: of 0 the compiler would make a constant
+    pad = host_first * 0  # of the type that a load has: a plain 0 would be a compile-time constant
     if PADDED:
         pad = tl.load(pad_ptr + i_b).to(tl.int32)
     p_v = v_ptr + i_b * v_stride_b
@@ -214,9 +214,9 @@ def _sum_frozen(
 
 @triton.jit
 def _raise_peak(peak, b_score):
-    """Return the peak of old and new scores, the same but finite, and what weights relative to the old one shrink by.
+    """Return the new peak of scores, a finite base for exponents, and the factor of sums relative to the old peak.
 
-    Without a key so far the peak is minus infinity, and a difference of infinities would be NaN.
+    Before the first key the peak is minus infinity, and a difference of infinities would be NaN; the base is 0 then.
     """
     higher = tl.maximum(peak, b_score)
     base = tl.where(higher == float("-inf"), 0.0, higher)

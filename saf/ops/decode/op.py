@@ -17,50 +17,50 @@ from saf.ops.operator import has_tangent, operator, product_precision, uses_trit
 from saf.ops.positions import CachePosition
 
 DTYPES = (torch.bfloat16, torch.float16)
-"""Of values: in float32 the keys and values read at once exceed a multiprocessor's shared memory."""
+"""Dtypes of values: in float32 the keys and values read at once exceed a multiprocessor's shared memory."""
 MOST_ROWS = 16
-"""Rows of one product, the queries of a KV head: the fewest that tensor cores take. More of them read keys again."""
+"""Most queries of a KV head: the rows of one product, the fewest that tensor cores take. More would read keys again."""
 PART_KEYS = 256
-"""Keys of a part at least: fewer would be read faster than their sums are written and added up."""
+"""Fewest keys of a part: fewer would be read faster than their sums are written and added up."""
 PROGRAMS = 528
-"""Parts of all heads together, about: four for each multiprocessor of an H200, so that all of them read memory."""
+"""Most parts of all heads together: four for each multiprocessor of an H200, so that all of them read memory."""
 
 
-def decode_tables(kv_head: tuple[int, ...] | None, frozen: int, device: torch.device) -> Tables:
+def decode_tables(kv_head: tuple[int, ...] | None, num_frozen: int, device: torch.device) -> Tables:
     """Return which slots read which value head, int32, as the launch takes it (`decode_heads`).
 
-    Frozen slots read U value heads, G slots one of them at most: `frozen_readers [U, G]` are the slots of each, filled
-    up with -1; `frozen_read [U]` the heads as a layer orders them, `frozen_read_cached [U]` as a cache of fixed size
-    does (`cached_order`), both counted from the first one read. Where the layer's live slots are known, `live_readers`
-    and `live_read` are the same for them, by the layer's order.
+    Frozen slots read U value heads, and at most G slots the same one. `frozen_readers [U, G]` are the slots that read
+    each, then -1; `frozen_read [U]` the heads in the layer's order, `frozen_read_cached [U]` in that of a cache of
+    fixed size (`cached_order`), both counted from the first one read. `live_readers` and `live_read` are the same for
+    live slots, in the layer's order, where `kv_head` names them.
 
     These maps exist before any pass: built during one, they would lie in the memory of the graph that captures it,
     and be overwritten.
     """
-    slots = tuple(range(frozen)) if kv_head is None else kv_head
-    live, read = slots[: len(slots) - frozen], slots[len(slots) - frozen :]
-    cached = tuple(map(cached_order(slots, frozen).index, read))
-    groups = _readers(read)
+    kv_head = tuple(range(num_frozen)) if kv_head is None else kv_head
+    live_kv, frozen_kv = kv_head[:-num_frozen], kv_head[-num_frozen:]
+    cached = tuple(map(cached_order(kv_head, num_frozen).index, frozen_kv))
+    readers = _readers(frozen_kv)
     maps = {
-        "frozen_readers": groups,
-        "frozen_read": [read[group[0]] - min(read) for group in groups],
-        "frozen_read_cached": [cached[group[0]] - min(cached) for group in groups],
+        "frozen_readers": readers,
+        "frozen_read": [frozen_kv[slots[0]] - min(frozen_kv) for slots in readers],
+        "frozen_read_cached": [cached[slots[0]] - min(cached) for slots in readers],
     }
-    if live:
-        maps |= {"live_readers": _readers(live), "live_read": sorted(set(live))}
+    if live_kv:
+        maps |= {"live_readers": _readers(live_kv), "live_read": sorted(set(live_kv))}
     return {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in maps.items()}
 
 
-def _readers(read: tuple[int, ...]) -> list[list[int]]:
-    """Return which slots read each of the heads read, ascending; filled up with -1 to one length."""
-    groups = [[slot for slot, head in enumerate(read) if head == one] for one in sorted(set(read))]
+def _readers(kv_head: tuple[int, ...]) -> list[list[int]]:
+    """Return the slots that read each value head, ascending, -1 after the last one up to a common length."""
+    groups = [[slot for slot, head in enumerate(kv_head) if head == one] for one in sorted(set(kv_head))]
     most = max(map(len, groups))
     return [group + [-1] * (most - len(group)) for group in groups]
 
 
 def largest_group(live_kv: tuple[int, ...]) -> int:
     """Return how many live slots read one KV head at most."""
-    return max([1, *[live_kv.count(head) for head in set(live_kv)]])  # compilers know no default
+    return max([1, *[live_kv.count(head) for head in set(live_kv)]])  # torch.compile knows no max(..., default=)
 
 
 def unsupported_reason(
@@ -88,20 +88,20 @@ def flash_decode(
 ) -> Tensor:  # fmt: skip
     """Return live heads and then frozen ones, `[B, L + F, rows, D]`, stored as `[B, rows, L + F, D]`.
 
-    `query [B, L, rows, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; slots name the value head of each live and
-    frozen head; `tables` are those of the layer. Positions that the device alone knows are those of a cache of fixed
-    size, whose value heads lie in `cached_order`.
+    `query [B, L, rows, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `live_kv` and `frozen_kv` are the value head
+    of each live and frozen slot; `tables` are those of the layer. Where the device alone knows the position, keys and
+    values are a cache of fixed size, whose value heads lie in `cached_order`.
     """
-    used, on_device = sorted(set(live_kv)), isinstance(position.first, Tensor)
+    used, first = sorted(set(live_kv)), position.first
+    on_device = isinstance(first, Tensor)
     even = live_kv == tuple(head for head in used for _ in range(len(live_kv) // max(1, len(used))))
-    # A cache of fixed size has first what live heads read.
+    # A cache of fixed size begins with the heads that live slots read.
     live_read = None if on_device or used == list(range(len(used))) else tables["live_read"]
     read_name = "frozen_read_cached" if on_device else "frozen_read"
     names = (read_name, "frozen_readers", "distance", "key_scale", "row_scale")
     frozen_read, frozen_readers, *patterns = (tables[name] if frozen_kv else None for name in names)
     groups = value.shape[0] * (len(used) + len(set(frozen_kv)))
     parts = max(1, min(-(-value.shape[-2] // PART_KEYS), PROGRAMS // max(1, groups)))  # an empty batch has no groups
-    first = position.first
     return decode_heads(
         *map(unit_stride, (query, key, value)), live_read, None if even else tables["live_readers"],
         largest_group(live_kv), frozen_read, frozen_readers, min(frozen_kv) if frozen_kv else 0, *patterns,
@@ -121,16 +121,16 @@ def _heads_like(
 def decode_heads(
     query: Tensor, key: Tensor, value: Tensor, live_read: Tensor | None, live_readers: Tensor | None, group: int,
     frozen_read: Tensor | None, frozen_readers: Tensor | None, lowest: int, distance: Tensor | None,
-    key_scale: Tensor | None, row_scale: Tensor | None, first: Tensor | None, place: int, left_pad: Tensor | None,
+    key_scale: Tensor | None, row_scale: Tensor | None, first: Tensor | None, host_first: int, left_pad: Tensor | None,
     parts: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Return all heads, `[B, L + F, rows, D]` in the dtype of `value`, from so many `parts` of the keys.
+    """Return all heads, `[B, L + F, rows, D]` in the dtype of `value`; the keys are cut into `parts`.
 
-    `live_read [K]` are the value heads of the keys, None for the first K; `live_readers [K, G]` the slots that read
-    each, G at most and -1 beyond, None where `group` read each, one after another. `frozen_read [U]` are the value
-    heads of frozen slots, counted from `lowest`, `frozen_readers [U, G]` the slots of each; `distance`, `key_scale`,
-    `row_scale` `[F, >=T]` are the patterns; all of these are None without frozen heads. The first query stands at
-    `first` (`[]`, on the device), or at `place` where that is None.
+    `live_read [K]` are the value heads of the keys, None for the first K. `live_readers [K, G]` are the slots that read
+    each, at most `group` and -1 after them; None where `group` consecutive slots read each. `frozen_read [U]` are the
+    value heads of frozen slots, counted from `lowest`; `frozen_readers [U, G]` the slots that read each; `distance`,
+    `key_scale`, `row_scale` `[F, >=T]` the patterns. All of these are None without frozen heads. The first query stands
+    at `first` (`[]`, on the device), at `host_first` where that is None.
     """
     from saf.ops.decode.kernels import decode
 
@@ -138,6 +138,6 @@ def decode_heads(
     if out.numel():
         decode(
             query, key, value, live_read, live_readers, group, frozen_read, frozen_readers, lowest, distance, key_scale,
-            row_scale, first, place, left_pad, parts, scale, out, precision=product_precision(value.dtype),
+            row_scale, first, host_first, left_pad, parts, scale, out, precision=product_precision(value.dtype),
         )  # fmt: skip
     return out
