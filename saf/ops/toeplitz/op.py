@@ -22,21 +22,20 @@ from saf.ops.positions import unpadded
 from saf.patterns import CompactPattern, Pattern
 
 BLOCK, GPU_BLOCK = 128, 512
-"""Positions a block on a CPU, whose cache holds a tile of float64, and on a GPU, which wants large products even when a
-layer has few frozen heads. The GPU's size is chosen, not measured against others."""
+"""Positions of a block in PyTorch: on a CPU, whose cache holds a tile of float64; on a GPU, which needs large products
+even when a layer has few frozen heads. The GPU's size is chosen, not measured against others."""
 TILE = 128
 """Rows and columns of the kernels' Toeplitz tiles."""
 PAD = 256
-"""Zeros in front of g, and the multiple its length is rounded up to: two tiles, the most that one program computes."""
+"""Zeros in front of g, and the multiple its length is rounded up to: two tiles."""
 
 
 class Toeplitz(Backend):
     """Execute frozen heads as a block-Toeplitz product.
 
-    Its tables: `distance [C, T]` exp(rho) in the values' dtype, `table` from `distance_table`, `key_scale` exp(alpha)
-    and `row_scale` 1/Z `[C, T]` in float32 (float64 for float64 values), for the `C` heads in `convolved`;
-    `weights [F - C, T, T]` for those in `stored`; and, where none is stored, what one launch of few tokens and the
-    decode kernel read.
+    Tables of the `C` slots in `convolved`: `distance [C, T]` exp(rho) in the values' dtype, `table` from
+    `distance_table`, `key_scale` exp(alpha) and `row_scale` 1/Z `[C, T]` in float32 (float64 for float64 values).
+    Slots in `stored` have `weights [F - C, T, T]`. Where none is stored, `few_tables` and `decode_tables` are added.
     """
 
     trains = True
@@ -50,7 +49,7 @@ class Toeplitz(Backend):
         self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,
         kv_head: ValueHeads = None,
     ) -> dict[torch.dtype, Tables]:  # fmt: skip
-        compact = {slot: own for slot, one in enumerate(patterns) if (own := one.compact()) is not None}
+        compact = {slot: form for slot, one in enumerate(patterns) if (form := one.compact()) is not None}
         logits = None
         if compact:
             stacked = [pattern.to(dtype=torch.float64, device=device) for pattern in compact.values()]
@@ -59,17 +58,17 @@ class Toeplitz(Backend):
         return {dtype: _tables(patterns, tuple(compact), logits, dtype, device, kv_head) for dtype in dtypes}
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
-        def mixed(value: Tensor) -> Tensor:
+        def product(x: Tensor) -> Tensor:
             stored, convolved, parts = tables["stored"], tables["convolved"], []
             if stored:
-                parts.append((stored, dense_product(tables["weights"], take_heads(value, stored))))
+                parts.append((stored, dense_product(tables["weights"], take_heads(x, stored))))
             if convolved:
                 scales = tables["key_scale"], tables["row_scale"]
-                product = toeplitz_product(take_heads(value, convolved), tables["table"], *scales, False)
-                parts.append((convolved, product))
+                result = toeplitz_product(take_heads(x, convolved), tables["table"], *scales, False)
+                parts.append((convolved, result))
             return merge_slots(parts)
 
-        return unpadded(mixed, take_heads(value, heads), left_pad)
+        return unpadded(product, take_heads(value, heads), left_pad)
 
     def untrainable_reason(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         if dtype == torch.float16:
@@ -86,14 +85,14 @@ def _tables(
     patterns: Sequence[Pattern], compact: tuple[int, ...], logits: tuple[Tensor, Tensor] | None, dtype: torch.dtype,
     device: torch.device, kv_head: ValueHeads,
 ) -> Tables:  # fmt: skip
-    """Return the tables of one dtype; `logits` `[C, T]` are those of the slots in `compact`, balanced."""
+    """Return the tables of one dtype; `logits` `[C, T]` are those of the slots in `compact`, from `balance`."""
     tables: Tables = {}
     convolved: tuple[int, ...] = ()
     if logits is not None:
         distance, key_scale, row_scale = compact_tables(*logits, dtype)
-        held = row_scale.isfinite().all(1)
-        convolved = tuple(slot for slot, holds in zip(compact, held.tolist(), strict=True) if holds)
-        tables = {"distance": distance[held], "key_scale": key_scale[held], "row_scale": row_scale[held]}
+        finite = row_scale.isfinite().all(1)  # NaN for patterns that the dtype cannot hold
+        convolved = tuple(slot for slot, fits in zip(compact, finite.tolist(), strict=True) if fits)
+        tables = {"distance": distance[finite], "key_scale": key_scale[finite], "row_scale": row_scale[finite]}
         tables["table"] = distance_table(tables["distance"])
     stored = tuple(slot for slot in range(len(patterns)) if slot not in convolved)
     if stored:
@@ -141,11 +140,11 @@ def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, tr
 
 
 def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return `y[b,f,i] = after[f,i] * sum_{j<=i} distance[f,i-j] * before[f,j] * x[b,f,j]`, a block diagonal at a time.
+    """Return `toeplitz_product` in PyTorch: `y[i] = after[i] * sum_{j<=i} distance[i-j] * before[j] * x[j]`.
 
-    `x [B, F, T, D]`; `distance`, `before`, `after` `[F, >=T]`. Block diagonal `d` of the Toeplitz matrix is one
-    `C x C` tile for the whole batch: a product of `[C, C]` with `[C, (T/C - d) * B * D]` (S.14). 16-bit inputs are
-    scaled in their own dtype and accumulated in float32. Memory order of the result is `[B, T, F, D]`.
+    `distance [F, >=T]`; other arguments are those of `toeplitz_product`. Block diagonal `d` of the Toeplitz matrix is
+    one `C x C` tile for the whole batch: a product of `[C, C]` with `[C, (T/C - d) * B * D]` (S.14). 16-bit inputs are
+    scaled in their own dtype and accumulated in float32.
     """
     batch, heads, length, dim = x.shape
     block = _block(length, BLOCK)
@@ -169,14 +168,14 @@ def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) 
 
 
 def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return the adjoint's product (S.15): `y[j] = after[j] * sum_{i>=j} distance[i-j] * before[i] * x[i]`."""
+    """Return the transposed product (S.15): `y[j] = after[j] * sum_{i>=j} distance[i-j] * before[i] * x[i]`."""
     length = x.shape[-2]
     flipped = blocked_product(x.flip(2), distance, before[:, :length].flip(1), after[:, :length].flip(1))
     return flipped.transpose(1, 2).flip(1).contiguous().transpose(1, 2)
 
 
 def _block(length: int, largest: int) -> int:
-    """Return the positions a block: the power of two that holds the sequence, from 16 to `largest`."""
+    """Return the positions of a block: the power of two that holds the sequence, from 16 to `largest`."""
     return min(largest, max(16, 1 << (length - 1).bit_length()))
 
 
@@ -184,8 +183,8 @@ def _block(length: int, largest: int) -> int:
 
 
 SMALL_VALUE = 2.0**-8
-"""A value that a pattern must still mix with values of size one: scaled by a small exp(alpha) it is the first to fall
-below the dtype's range. It is the rounding of bfloat16 at one; chosen, not measured."""
+"""The smallest value that a pattern must still mix with values of size one: times a small exp(alpha) it underflows first.
+It is the rounding of bfloat16 at one; chosen, not measured."""
 ROW_SUM_TOLERANCE = 0.02
 """How far a row's executed weights may miss a sum of one: five times the most that rounding both factors to bfloat16,
 2**-9 each, makes of a row, so that only lost weight exceeds it. Chosen, not measured."""
@@ -199,7 +198,7 @@ def balance(alpha: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
     Logits may come in any gauge. NaN where float64 cannot hold a row's Z.
     """
     position = torch.arange(alpha.shape[1], dtype=torch.float64, device=alpha.device)
-    # Z is at least its terms of the first key and of distance 0; without their slope the others are within range.
+    # Two terms of a row's Z are those of its first key and of its own: without their slope Z stays within range.
     alpha, rho = alpha.double(), rho.double()
     logits = torch.stack([alpha, rho])
     logits = logits - _slope(torch.maximum(alpha + rho[:, :1], rho + alpha[:, :1])) * position
@@ -220,32 +219,32 @@ def compact_tables(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> tuple[Tens
     """Return `exp(rho)` in `dtype`, `exp(alpha)` and `1/Z`, each `[F, T]`, from logits in the gauge of `balance`.
 
     Z is summed in float64 from the rounded tables that are executed; the scalings are float32, float64 for float64.
-    `1/Z` is NaN for a head that tables of `dtype` cannot hold: where the row sums that scaled and rounded values of
-    size 1 and of size 2**-8 would give show that something underflows that matters.
+    `1/Z` is NaN for a head that tables of `dtype` cannot hold: one whose rows no longer sum to 1 when values of size 1
+    or 2**-8, scaled and rounded, underflow.
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     distance, key_scale = rho.exp().to(dtype), alpha.exp().to(wide)
     scaled = [(key_scale * size).to(dtype).double() / size for size in (1.0, SMALL_VALUE)]
     total, *executed = causal_convolution(torch.stack([key_scale.double(), *scaled]), distance.double())
     row_scale = (1 / total).to(wide)
-    held = (row_scale > 0) & (row_scale.double().log() <= LARGEST[wide])
+    fits = (row_scale > 0) & (row_scale.double().log() <= LARGEST[wide])
     for sums in executed:
-        held &= (sums * row_scale.double() - 1).abs() <= ROW_SUM_TOLERANCE
-    return distance, key_scale, row_scale.where(held.all(1, keepdim=True), torch.nan)
+        fits &= (sums * row_scale.double() - 1).abs() <= ROW_SUM_TOLERANCE
+    return distance, key_scale, row_scale.where(fits.all(1, keepdim=True), torch.nan)
 
 
 def causal_convolution(left: Tensor, right: Tensor) -> Tensor:
     """Return `sum_{j<=k} left_j right_{k-j}` for every k: `left [F, T]` or `[N, F, T]`, `right [F, T]`, any signs.
 
-    It is `blocked_product` with one column; on CUDA one launch, as the host takes longer over the products than the
-    device. No T x T array is formed.
+    No T x T array is formed: on CUDA it is one launch, elsewhere `blocked_product` with one column, whose many products
+    would take the host of a GPU longer than the device.
     """
     if left.is_cuda and has_triton():
         from saf.ops.toeplitz.kernels import convolve
 
         return convolve(left.flatten(0, -2), right.expand_as(left).flatten(0, -2)).view_as(left)
-    one = torch.ones_like(right)
-    sums = blocked_product(left.reshape(-1, *right.shape, 1), right, one, one)
+    ones = torch.ones_like(right)
+    sums = blocked_product(left.reshape(-1, *right.shape, 1), right, ones, ones)
     return sums.squeeze(3).contiguous().view_as(left)
 
 
@@ -293,9 +292,9 @@ def _trainable_like(value, alpha, rho) -> tuple[Tensor, ...]:
 def trainable_product(value: Tensor, alpha: Tensor, rho: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return `P V [B, F, T, D]` of patterns with logits `[F, >=T]`, and the tables of `compact_tables` it executes.
 
-    These are computed anew in every call, so they never lag behind an update; logits may drift along the gauge (S.6)
-    without bound. The operator takes prefixes itself, so that one graph serves every length. A pattern that leaves what
-    tables of the dtype hold raises UnsupportedError on a CPU; on a device, where the host does not wait to look at it,
+    Tables are computed anew in every call, so they never lag behind an update; logits may drift along the gauge (S.6)
+    without bound. The operator takes prefixes itself, so that one graph serves every length. A pattern that tables of
+    the dtype can no longer hold raises UnsupportedError on a CPU; on a device, where the host does not wait to look,
     its outputs and gradients are NaN.
     """
     length = value.shape[2]
@@ -320,53 +319,54 @@ def pattern_gradient(
     """Return the gradients to values, and to alpha and rho in the scalings' dtype, Eq. (S.17).
 
     `gradient` and `value` are `[B, F, T, D]`; the logits' gradients are `[F, positions]`, summed over B and D, zero
-    beyond T. `dO_i V_j` and `dO_i O_i` cancel: both come from one `dO/Z` and one `exp(alpha) V`, unrounded, in products
-    and sums a precision above that of the values, float32 for 16 bits and float64 for float32. The work is that of two
-    forward products and a correlation, each of them two to four times where 16-bit operands are split
-    (`split_product`); the memory is some twenty float32 copies of `value`, and no T x T array.
+    beyond T. Terms `dO_i V_j` and `dO_i O_i` nearly cancel, so both are computed from the same unrounded `dO/Z` and
+    `exp(alpha) V`, a precision above that of the values: float32 for 16 bits and float64 for float32. The work is two
+    forward products and a correlation, each two to four times where 16-bit operands are split (`split_product`); the
+    memory is some twenty float32 copies of `value`, and no T x T array.
     """
     wide = torch.float32 if value.dtype.itemsize == 2 else torch.float64
-    scaled_gradient, scaled_value = gradient.to(wide) * row_scale[:, :, None], value.to(wide) * key_scale[:, :, None]
+    left, right = gradient.to(wide) * row_scale[:, :, None], value.to(wide) * key_scale[:, :, None]
     if uses_triton(value.device, value.dtype) and value.dtype.itemsize == 2:
-        left, right = split(scaled_gradient, value.dtype), split(scaled_value, value.dtype)
+        left_halves, right_halves = split(left, value.dtype), split(right, value.dtype)
         table = make_tiles(distance)
-        above, below = split_product(right, table, False), split_product(left, table, True)
-        scaled_gradient, scaled_value = left.float().sum(0), right.float().sum(0)
-        # Every part of one operand meets every part of the other.
-        columns = left.repeat(2, 1, 1, 1, 1), right.repeat_interleave(2, 0)
+        above, below = split_product(right_halves, table, False), split_product(left_halves, table, True)
+        left, right = left_halves.float().sum(0), right_halves.float().sum(0)
+        # All four products of a half of one operand with a half of the other.
+        columns = left_halves.repeat(2, 1, 1, 1, 1), right_halves.repeat_interleave(2, 0)
         pairs = cross_correlation(*(x.permute(2, 3, 0, 1, 4) for x in columns)).double()
     else:
         lags, one = distance.to(wide), torch.ones_like(key_scale)
-        above, below = blocked_product(scaled_value, lags, one, one), reversed_product(scaled_gradient, lags, one, one)
-        pairs = cross_correlation(*(x.permute(1, 2, 0, 3) for x in (scaled_gradient, scaled_value))).double()
+        above, below = blocked_product(right, lags, one, one), reversed_product(left, lags, one, one)
+        pairs = cross_correlation(*(x.permute(1, 2, 0, 3) for x in (left, right))).double()
     keys, lags, rows = key_scale.double(), distance.double(), row_scale.double()
-    row_terms = (scaled_gradient * above).sum((0, 3)).double() * rows  # D_i / Z_i of (S.17)
-    key_terms = (scaled_value * below).sum((0, 3)).double()  # <dV_j, V_j>
-    alpha = key_terms - keys * causal_convolution(row_terms.flip(1), lags).flip(1)
-    # Where the table is 0, what it would be multiplied with may be infinite.
-    rho = torch.where(lags == 0, 0, lags * (pairs - causal_convolution(keys, row_terms.flip(1)).flip(1)))
-    beyond = (0, positions - alpha.shape[1])
-    alpha, rho = (pad(x.to(key_scale.dtype), beyond) for x in (alpha, rho))
-    return heads_like(value, value.shape[1]).copy_(below * key_scale[:, :, None]), alpha, rho
+    row_terms = (left * above).sum((0, 3)).double() * rows  # D_i / Z_i of (S.17)
+    key_terms = (right * below).sum((0, 3)).double()  # <dV_j, V_j>
+    to_alpha = key_terms - keys * causal_convolution(row_terms.flip(1), lags).flip(1)
+    # Where exp(rho) is 0 the other factor may be infinite.
+    to_rho = torch.where(lags == 0, 0, lags * (pairs - causal_convolution(keys, row_terms.flip(1)).flip(1)))
+    beyond = (0, positions - to_alpha.shape[1])
+    to_alpha, to_rho = (pad(x.to(key_scale.dtype), beyond) for x in (to_alpha, to_rho))
+    to_value = heads_like(value, value.shape[1]).copy_(below * key_scale[:, :, None])
+    return to_value, to_alpha, to_rho
 
 
 def split(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float32 `x` as two tensors of a 16-bit `dtype`, `[2, ...]`, whose sum is nearly x: its halves of bits."""
+    """Return float32 `x` as two halves of a 16-bit `dtype`, `[2, ...]`: rounded, and what rounding left over."""
     high = x.to(dtype)
     return torch.stack([high, (x - high).to(dtype)])
 
 
-def split_product(parts: Tensor, table: Tensor, transpose: bool) -> Tensor:
-    """Return the product without scalings, or its adjoint, of the sum of `parts [2, B, F, T, D]`, in float32.
+def split_product(halves: Tensor, table: Tensor, transpose: bool) -> Tensor:
+    """Return the float32 product, without scalings, of the sum of `halves [2, B, F, T, D]`.
 
-    The kernel takes the parts as twice the batch: matrix units multiply 16-bit numbers exactly, and add in float32.
+    The kernel takes the halves as twice the batch: matrix units multiply 16-bit numbers exactly, and add in float32.
     """
     from saf.ops.toeplitz.kernels import toeplitz_matmul
 
-    _, batch, heads, length, dim = parts.shape
-    one = torch.ones(heads, length, device=parts.device)
-    sums = parts.new_empty(2 * batch, length, heads, dim, dtype=torch.float32).transpose(1, 2)
-    toeplitz_matmul(parts.flatten(0, 1), table, one, one, transpose=transpose, out=sums)
+    _, batch, heads, length, dim = halves.shape
+    one = torch.ones(heads, length, device=halves.device)
+    sums = halves.new_empty(2 * batch, length, heads, dim, dtype=torch.float32).transpose(1, 2)
+    toeplitz_matmul(halves.flatten(0, 1), table, one, one, transpose=transpose, out=sums)
     return sums[:batch] + sums[batch:]
 
 
@@ -379,10 +379,10 @@ def cross_correlation(left: Tensor, right: Tensor) -> Tensor:
     length = left.shape[1]
     block = _block(length, GPU_BLOCK if left.is_cuda else BLOCK)
     count = -(-length // block)
-    queries, keys = _by_place(left, count, block), _by_place(right, count, block).flip(1)
+    queries, keys = _fold_blocks(left, count, block), _fold_blocks(right, count, block).flip(1)
     width = queries.shape[2] // count
-    # Of the 2C - 1 lags of the pairs at one offset the first C - 1 lie in the block of lags before.
     pairs = (_product(queries[:, :, n * width :], keys[:, :, : (count - n) * width].mT) for n in range(count))
+    # Blocks n apart have pairs at 2C - 1 lags, from n C - (C - 1) on: the first C - 1 are lags of blocks n - 1 apart.
     lags = torch.stack([antidiagonal_sums(each) for each in pairs], 1)
     result = lags[:, :, block - 1 :].clone()
     result[:, :-1, 1:] += lags[:, 1:, : block - 1]
@@ -397,12 +397,12 @@ def antidiagonal_sums(x: Tensor) -> Tensor:
     """
     rows, columns = x.shape[-2:]
     width = rows + columns - 1
-    # Read with rows one shorter than they are stored, each row moves one to the right of that above.
+    # Rows stored R + M long and read as R + M - 1 long: each row begins one column to the right of the one above.
     return pad(x, (0, rows)).flatten(-2)[..., : rows * width].unflatten(-1, (rows, width)).sum(-2)
 
 
-def _by_place(x: Tensor, count: int, block: int) -> Tensor:
-    """Return `x [F, T, ...]` as `[F, C, blocks * ...]`: a row holds one place of every block, zeros beyond T."""
+def _fold_blocks(x: Tensor, count: int, block: int) -> Tensor:
+    """Return `x [F, T, ...]` as `[F, C, count * ...]`: row c holds position c of every block, zeros beyond T."""
     if missing := count * block - x.shape[1]:
         x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1)
     return x.unflatten(1, (count, block)).transpose(1, 2).reshape(x.shape[0], block, -1)
