@@ -94,7 +94,7 @@ def _layout(module: nn.Module) -> Hashable:
     shapes = tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in tensors)
     if not isinstance(module, Attention):
         return shapes
-    return shapes, module.live.kernel, None if module.frozen is None else module.frozen.program()
+    return shapes, module.live.kernel, None if module.frozen is None else module.frozen.compile_key()
 
 
 # --- the functions that programs compile

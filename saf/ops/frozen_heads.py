@@ -1,6 +1,6 @@
-"""`FrozenHeads`: the frozen heads of one layer, their backend, and their mark in state dicts.
+"""`FrozenHeads`: the frozen heads of one layer, their backend, and their layout in state dicts.
 
-`choose_backend` has the rule of `"auto"`; `for_graphs` says that a CUDA graph will replay what layers launch;
+`choose_backend` has the rule of `"auto"`; `for_graphs` tells layers that a CUDA graph will replay their launches;
 `LayoutMixin` writes into a layer's state dict which heads are frozen, so that weights of other heads are refused.
 """
 
@@ -25,7 +25,7 @@ BACKENDS: dict[str, Backend] = {
     "toeplitz": Toeplitz(), "linear": Linear(), "fused": Fused(), "reference": Reference(),
 }  # fmt: skip
 AUTO_ORDER = ("toeplitz", "reference")
-"""What `"auto"` tries in turn. `fused` is the paper's execution, there to be measured: `toeplitz` is faster."""
+"""What `"auto"` tries in turn. It never takes `fused`, the paper's execution: `toeplitz` is faster."""
 
 
 class FrozenPart(NamedTuple):
@@ -37,11 +37,11 @@ class FrozenPart(NamedTuple):
 
 
 class FrozenHeads(nn.Module):
-    """Execute the patterns of a layer's frozen heads, for up to `max_length` positions.
+    """Execute the patterns of a layer's frozen heads, for up to `max_length` positions; build it with `from_patterns`.
 
     Fixed patterns are tables, computed once; trainable ones are modules `pattern_SLOT` whose parameters alpha and rho
-    are read in every forward pass. Build it with `from_patterns`. Buffers and parameters keep their dtype when the
-    model is cast; the device follows, and tables for values of the new dtype are added where the backend has them.
+    are read in every forward pass. When the model is cast, buffers and parameters keep their dtype, and tables for
+    values of the new dtype are added where the backend has them. Buffers and parameters move with the model.
 
     Attributes:
         groups: The slots of fixed patterns that each backend executes: "linear" leaves other kinds to "toeplitz".
@@ -53,7 +53,7 @@ class FrozenHeads(nn.Module):
     def __init__(self, patterns: list[Pattern], backend: str, max_length: int, kv_head: tuple[int, ...] | None):
         super().__init__()
         self.trainable = tuple(slot for slot, one in enumerate(patterns) if one.trainable)
-        # Not only in the list: as children their parameters are the model's.
+        # As child modules, so that their parameters are the model's.
         for slot, one in enumerate(patterns):
             if is_trainable(one):
                 self.add_module(f"pattern_{slot}", one)
@@ -66,8 +66,9 @@ class FrozenHeads(nn.Module):
             if not one.trainable:
                 self.groups[name] = (*self.groups.get(name, ()), slot)
         self.dtypes: tuple[torch.dtype, ...] = ()
-        self._names: dict[tuple[torch.dtype, str], dict[str, str]] = {}
-        self._static: dict[tuple[torch.dtype, str], dict[str, Any]] = {}
+        # By dtype and backend: the buffers that hold the tensors among its tables, and the tables that are no tensors.
+        self._buffer_names: dict[tuple[torch.dtype, str], dict[str, str]] = {}
+        self._constants: dict[tuple[torch.dtype, str], dict[str, Any]] = {}
 
     @classmethod
     def from_patterns(
@@ -107,9 +108,9 @@ class FrozenHeads(nn.Module):
         self.dtypes = tuple(dict.fromkeys((*self.dtypes, *dtypes)))
         for name, slots in self.groups.items():
             kv_head = None
-            if self.kv_head is not None:  # of live slots and these
-                live, own = self.kv_head[: -self.num_frozen], self.kv_head[-self.num_frozen :]
-                kv_head = (*live, *(own[slot] for slot in slots))
+            if self.kv_head is not None:  # of live slots and of the frozen ones that this backend executes
+                live_kv, frozen_kv = self.kv_head[: -self.num_frozen], self.kv_head[-self.num_frozen :]
+                kv_head = (*live_kv, *(frozen_kv[slot] for slot in slots))
             fixed = [patterns[slot] for slot in slots]
             with torch.inference_mode(False), torch.no_grad():
                 prepared = BACKENDS[name].prepare(fixed, dtypes, device, kv_head)
@@ -117,12 +118,16 @@ class FrozenHeads(nn.Module):
                 self._add_tables(dtype, name, tables)
 
     def _add_tables(self, dtype: torch.dtype, backend: str, tables: Tables) -> None:
-        """Register the tensors among tables as buffers, so that they move with the model; keep the rest."""
-        prefix, tensors = str(dtype).removeprefix("torch."), [n for n, x in tables.items() if isinstance(x, Tensor)]
-        self._names[dtype, backend] = {name: f"{prefix}_{backend}_{name}" for name in tensors}
-        self._static[dtype, backend] = {name: each for name, each in tables.items() if name not in tensors}
-        for name, buffer in self._names[dtype, backend].items():
-            self.register_buffer(buffer, tables[name], persistent=False)
+        """Register the tensors among tables as buffers, so that they move with the model; store the rest."""
+        prefix = f"{str(dtype).removeprefix('torch.')}_{backend}"
+        names = self._buffer_names[dtype, backend] = {}
+        constants = self._constants[dtype, backend] = {}
+        for name, table in tables.items():
+            if isinstance(table, Tensor):
+                names[name] = f"{prefix}_{name}"
+                self.register_buffer(names[name], table, persistent=False)
+            else:
+                constants[name] = table
 
     @property
     def num_frozen(self) -> int:
@@ -130,32 +135,32 @@ class FrozenHeads(nn.Module):
         return len(self.patterns)
 
     def parts(self, dtype: torch.dtype) -> list[FrozenPart]:
-        """Return the fixed patterns by backend, for values of `dtype`; raise InputError where none were prepared."""
+        """Return the fixed patterns by backend; raise InputError where none were prepared for values of `dtype`."""
         if dtype not in self.dtypes:
-            names = [str(each) for each in self.dtypes]
+            names = " or ".join(map(str, self.dtypes))
             raise InputError(
-                f"values must be of what frozen heads were prepared for, {names}, got {dtype}: cast the model"
+                f"values must be {names}, which frozen heads were prepared for, got {dtype}: cast the model"
             )
         return [FrozenPart(BACKENDS[name], slots, self.tables(dtype, name)) for name, slots in self.groups.items()]
 
     def tables(self, dtype: torch.dtype, backend: str | None = None) -> Tables:
-        """Return a backend's tables for values of `dtype`, those of the layer's own by default."""
+        """Return the tables of a backend, by default `self.backend`, for values of `dtype`."""
         key = dtype, backend or self.backend
-        return self._static[key] | {name: self._buffers[at] for name, at in self._names[key].items()}
+        return self._constants[key] | {name: self._buffers[buffer] for name, buffer in self._buffer_names[key].items()}
 
     def logits(self) -> tuple[Tensor, Tensor]:
         """Return alpha and rho of the trainable patterns, `[trainable, T]` each."""
         patterns = [one for one in self.children() if is_trainable(one)]
         return torch.stack([one.alpha for one in patterns]), torch.stack([one.rho for one in patterns])
 
-    def program(self) -> tuple[Any, ...]:
-        """Return what compiled code of these heads depends on, apart from shapes and dtypes of its tensors."""
-        static = tuple((*key, *sorted(ints.items())) for key, ints in self._static.items())
-        return self.backend, self.max_length, self.kv_head, self.trainable, self.num_frozen, self.replayed, static
+    def compile_key(self) -> tuple[Any, ...]:
+        """Return what code compiled for these heads depends on besides the shapes and dtypes of tensors."""
+        constants = tuple((*key, *sorted(tables.items())) for key, tables in self._constants.items())
+        return self.backend, self.max_length, self.kv_head, self.trainable, self.num_frozen, self.replayed, constants
 
     @property
     def allocated(self) -> int:
-        """Return the bytes of the memory that tables and trained logits lie in, every piece counted once."""
+        """Return the bytes of memory that tables and trained logits take, shared memory counted once."""
         storages = [tensor.untyped_storage() for tensor in [*self.buffers(), *self.parameters()]]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
@@ -177,35 +182,36 @@ class FrozenHeads(nn.Module):
             raise InputError(f"frozen heads were prepared for backend {self.backend!r}, not {backend!r}")
         if (length := value.shape[-2]) > self.max_length:
             raise InputError(beyond_patterns(length, self.max_length))
-        # Of tables on "meta" operators would return anything; a backend without tables runs anywhere.
+        # Operators would compute nothing from tables on "meta", and say nothing; without tables any device serves.
         if (device := self._device()) is not None and value.device != device:
             where = f"values are on {value.device}, the frozen heads' tables on {device}"
             raise InputError(f"{where}; move the model as a whole, and do not offload buffers")
 
     def _device(self) -> torch.device | None:
         """Return where the tables or the trained logits are; None while there are none."""
-        for table in self._buffers.values():  # in every call, so without a walk over modules
+        for table in self._buffers.values():  # every call passes here: a walk over modules costs the host time
             if table is not None:
                 return table.device
         return next((logits.device for logits in self.parameters()), None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "FrozenHeads":
-        """Follow the module to another device; keep every dtype, and prepare for the one that values will have."""
+        """Follow the module to another device; keep every dtype, and add tables for the one that values will have."""
         before = self._device() or torch.device("cpu")
         for pattern in self.children():
             pattern._apply(fn)
-        for key, tensor in list(self._buffers.items()):
-            if tensor is not None:
-                self._buffers[key] = tensor.to(fn(tensor.new_empty(0, dtype=torch.float32)).device)
+        for name, table in list(self._buffers.items()):
+            if table is not None:  # `fn` may cast: of a small tensor it shows the device alone
+                self._buffers[name] = table.to(fn(table.new_empty(0, dtype=torch.float32)).device)
         device = self._device() or torch.device("cpu")
-        backend, values = BACKENDS[self.backend], [fn(torch.empty(0, dtype=d, device=device)) for d in self.dtypes]
-        # Tables of kernels are others than those of plain PyTorch.
-        stale = self.dtypes if {before.type, device.type} == {"cpu", "cuda"} else ()
-        new = [x.dtype for x in values if x.dtype not in self.dtypes]
-        dtypes = [dtype for dtype in dict.fromkeys((*stale, *new)) if backend.unsupported_reason(device, dtype) is None]
-        for key in [key for key in self._names if key[0] in dtypes]:
-            for name in self._names.pop(key).values():
-                del self._buffers[name]
+        cast = [fn(torch.empty(0, dtype=dtype, device=device)).dtype for dtype in self.dtypes]
+        dtypes = [dtype for dtype in cast if dtype not in self.dtypes]
+        if {before.type, device.type} == {"cpu", "cuda"}:  # kernels read other tables than plain PyTorch
+            dtypes = [*self.dtypes, *dtypes]
+        backend = BACKENDS[self.backend]
+        dtypes = [dtype for dtype in dict.fromkeys(dtypes) if backend.unsupported_reason(device, dtype) is None]
+        for key in [key for key in self._buffer_names if key[0] in dtypes]:
+            for buffer in self._buffer_names.pop(key).values():
+                del self._buffers[buffer]
         if dtypes:
             self._prepare(self.patterns, dtypes, device)
         return self
@@ -223,8 +229,8 @@ def beyond_patterns(length: int, longest: int) -> str:
 def for_graphs(model: nn.Module) -> Iterator[None]:
     """Let the layers of `model` take what is fastest in a CUDA graph: warm up and capture inside, replay anywhere.
 
-    A graph takes the host out, so that fewer prompts gain by one launch (`saf.ops.fused.op.HOST_BOUND`). Compilers
-    guard on this mark of the layers: code compiled outside is compiled once more inside. Capture a program of its own
+    In a graph the host launches nothing, so that fewer prompts gain by one launch (`saf.ops.fused.op.HOST_BOUND`).
+    Compilers guard on `replayed`: code compiled outside is compiled once more inside. Capture a program of its own
     (`saf.machine.own_program`), so that calls do not carry what graphs compiled.
     """
     layers = [module for module in model.modules() if isinstance(module, FrozenHeads)]
@@ -257,19 +263,19 @@ def choose_backend(
     reasons = {}
     for candidate in ("linear",) * exponential + AUTO_ORDER if name == "auto" else (name,):
         backend = BACKENDS[candidate]
-        own = [reason for dtype in dtypes if (reason := backend.unsupported_reason(device, dtype))]
+        reason = next((why for dtype in dtypes if (why := backend.unsupported_reason(device, dtype))), None)
         if trainable and not backend.trains:
-            own.insert(0, "it has no gradients for key and distance logits (trainable=True)")
-        if not own:
+            reason = "it has no gradients for key and distance logits (trainable=True)"
+        if reason is None:
             return candidate
-        reasons[candidate] = own[0]
+        reasons[candidate] = reason
     if name == "auto":
         raise UnsupportedError(f"no backend runs on {device} with values of dtype {list(dtypes)}: {reasons}")
     raise UnsupportedError(f"backend {name!r} cannot run: {reasons[name]}; use backend='auto' or another one")
 
 
 def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> list[str]:
-    """Return lines that say which backend `"auto"` takes for this device and dtype, and why not the others."""
+    """Return lines with the rule of `"auto"`, its choice for a device and dtype, and what each backend would do."""
     device, order = torch.device(device), ", ".join(AUTO_ORDER)
     rule = f"linear for layers with exponential patterns, else the first of {order}, that supports device and dtype"
     lines = [f"rule: {rule}"]
@@ -280,26 +286,26 @@ def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float
     return [*lines, f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}"]
 
 
-# --- the mark in a state dict
+# --- the layout in a state dict
 
 LAYOUT = "frozen_layout"
-"""The name of the tensor in a state dict, after that of the layer."""
+"""The name of the layout in a state dict, after the layer's prefix."""
 
 
 class LayoutMixin(nn.Module):
-    """Keep in the state dict which heads of an attention layer are frozen, by which patterns, and which are pruned.
+    """Write into the state dict which heads of an attention layer are frozen, by which patterns, and which are pruned.
 
     `frozen_layout [H, 2]`, int64, by original heads: the kind (its index in `KINDS`: 0 live, 1 frozen, 2 pruned), then
     a digest of a fixed pattern. It is None, and no key of the state dict, while all heads are live. `load_state_dict`
-    raises CheckpointError for weights of this layer with another layout or without one, also with `strict=False`. The
-    patterns themselves are not in a state dict, but for trainable ones, which are parameters: `saf.save` writes them.
+    raises CheckpointError for weights of this layer with another layout or without one, also with `strict=False`. Of
+    the patterns only trainable ones, which are parameters, are in a state dict: `saf.save` writes all of them.
     """
 
     frozen_layout: Tensor | None = None
-    """No buffer: averaging a model's buffers, or casting all of them, would round the digests."""
+    """Not a buffer: averaging or casting all buffers of a model would round the digests."""
 
     def set_layout(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
-        """Keep this layout from now on."""
+        """Set `frozen_layout` for these heads."""
         self.frozen_layout = None
         if not layout.ordinary:
             rows = torch.zeros(layout.num_heads, 2, dtype=torch.int64)
@@ -312,35 +318,35 @@ class LayoutMixin(nn.Module):
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self.frozen_layout is not None:
-            destination[prefix + LAYOUT] = self.frozen_layout.clone()  # averages are written into a state dict, too
+            destination[prefix + LAYOUT] = self.frozen_layout.clone()  # averaging writes into a state dict's tensors
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Compare before anything of the layer is loaded, where there is any; the layout of this model stays."""
+        """Compare layouts before any weight of the layer is loaded; this model keeps its own."""
         if any(name.startswith(prefix) for name in state_dict):
             compare_layouts(prefix.rstrip("."), self.frozen_layout, state_dict.get(prefix + LAYOUT))
         weights = {name: tensor for name, tensor in state_dict.items() if name != prefix + LAYOUT}
         super()._load_from_state_dict(weights, prefix, *rest)
 
 
-def compare_layouts(layer: str, own: Tensor | None, stored: Tensor | None) -> None:
-    """Raise CheckpointError unless a layer's layout, `own`, is the one `stored` with its weights."""
+def compare_layouts(layer: str, current: Tensor | None, stored: Tensor | None) -> None:
+    """Raise CheckpointError unless a layer's `current` layout is the one `stored` with its weights."""
     if stored is not None and (stored.dtype != torch.int64 or stored.shape[1:] != (2,)):
         got = f"{stored.dtype} {list(stored.shape)}"
         raise CheckpointError(f"{layer}.{LAYOUT} must be int64 [heads, 2], got {got}: the file is damaged")
-    here, there = ([] if each is None else each.tolist() for each in (own, stored))
+    here, there = ([] if each is None else each.tolist() for each in (current, stored))
     if here != there:
-        heads = _listed(there) if _listed(there) != _listed(here) else "other patterns"
+        heads = _describe(there) if _describe(there) != _describe(here) else "other patterns"
         raise CheckpointError(
-            f"{layer}: the state dict has {heads}, this layer has {_listed(here)}; freeze or prune the same heads "
+            f"{layer}: the state dict has {heads}, this layer has {_describe(here)}; freeze or prune the same heads "
             "first, as saf.load does, or undo with saf.uninstall_"
         )
 
 
-def _listed(rows: list[list[int]]) -> str:
-    """Return "frozen heads [0, 1]" and those of other kinds, "frozen heads none" where there are not any."""
+def _describe(rows: list[list[int]]) -> str:
+    """Return "frozen heads [0, 1]", or "frozen heads none", and other edited heads the same way."""
     by_kind = {kind: [head for head, row in enumerate(rows) if row[0] == n] for n, kind in enumerate(KINDS)}
-    edited = {kind: heads for kind, heads in by_kind.items() if kind == "frozen" or (heads and kind in EDITED)}
-    return ", ".join(f"{kind} heads {heads or 'none'}" for kind, heads in edited.items())
+    named = {kind: heads for kind, heads in by_kind.items() if kind == "frozen" or (heads and kind in EDITED)}
+    return ", ".join(f"{kind} heads {heads or 'none'}" for kind, heads in named.items())
 
 
 def _digest(pattern: Pattern) -> int:

@@ -183,8 +183,8 @@ def _block(length: int, largest: int) -> int:
 
 
 SMALL_VALUE = 2.0**-8
-"""The smallest value that a pattern must still mix with values of size one: times a small exp(alpha) it underflows first.
-It is the rounding of bfloat16 at one; chosen, not measured."""
+"""The smallest value that a pattern must still mix with values of size one: times a small exp(alpha), it underflows
+first. It is the rounding of bfloat16 at one; chosen, not measured."""
 ROW_SUM_TOLERANCE = 0.02
 """How far a row's executed weights may miss a sum of one: five times the most that rounding both factors to bfloat16,
 2**-9 each, makes of a row, so that only lost weight exceeds it. Chosen, not measured."""
