@@ -21,8 +21,8 @@ from saf.report.benchmarks import tables
 
 USAGE = """usage: saf bench NAME [FOLDER] [OPTIONS]
 
-Time a frozen model against an ordinary one, in alternating pairs on this device:
-a preset with random weights, or the model of FOLDER.
+Time a frozen model against an ordinary one in pairs, on this device: a preset
+with random weights, or the model of FOLDER.
 
 {benchmarks}
 
@@ -70,7 +70,9 @@ COMMANDS = {
 }
 Command: Any = Union[tuple(COMMANDS.values())]  # noqa: UP007 (made of a mapping)
 _SHOWN = ("folder", "out", "json", "model", "points", "rates", "backends", "kernels", "pairs", "device", "graphs")
-FIRST = dict.fromkeys(COMMANDS.values(), (*_SHOWN, "memory", "seconds", "pruned", "tolerance"))
+FIRST: dict[Any, Sequence[str]] = dict.fromkeys(
+    COMMANDS.values(), (*_SHOWN, "memory", "seconds", "pruned", "tolerance")
+)
 FIRST[COMMANDS["op"]] = FIRST[COMMANDS["op"]][1:]  # which times presets alone
 """The settings that `--help` shows."""
 
@@ -82,8 +84,8 @@ def parse_words(words: Sequence[str]) -> _Bench:
         return parse(COMMANDS[name], rest, prog=f"saf bench {name}", first=FIRST)
     if name not in ("-h", "--help", "--help-all"):
         raise InputError(f"the benchmark must be one of {', '.join(COMMANDS)}, got {name!r}")
-    summaries = {name: cleandoc(kind.__doc__).partition("\n\n")[0] for name, kind in bench.KINDS.items()}
-    lines = [f"{name:<9}{' '.join(text.split())}" for name, text in summaries.items()]
-    filled = [fill(line, 80, initial_indent="  ", subsequent_indent=" " * 11) for line in lines]
+    summaries = {name: cleandoc(str(kind.__doc__)).partition("\n\n")[0] for name, kind in bench.KINDS.items()}
+    lines = [f"• {name:<9}{' '.join(text.split())}" for name, text in summaries.items()]
+    filled = [fill(line, 80, initial_indent="  ", subsequent_indent=" " * 13) for line in lines]
     print(USAGE.format(benchmarks="\n".join(filled)))
     raise SystemExit
