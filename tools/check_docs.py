@@ -141,6 +141,7 @@ def command_problem(command: str) -> str | None:
 def flags_of(words: tuple[str, ...] = ()) -> set[str] | None:
     """Return the flags of the command of these words, or of all for no words; None where there is no such command."""
     from saf.cli import COMMANDS
+    from saf.cli.bench import COMMANDS as BENCHMARKS
 
     if words and words[0] not in COMMANDS:
         return None
@@ -148,8 +149,8 @@ def flags_of(words: tuple[str, ...] = ()) -> set[str] | None:
     for name in words[:1] or COMMANDS:
         text = help_of(name)
         kinds = re.findall(r"• ([\w:-]+)", text)
-        if kinds and ":" not in kinds[0] and words[1:]:
-            kinds, text = [kind for kind in kinds if kind == words[1]], ""
+        if name == "bench":
+            kinds = [kind for kind in BENCHMARKS if words[1:] in ((), (kind,))]
             if not kinds:
                 return None
         flags |= set(FLAG.findall(text + "".join(help_of(name, kind) for kind in kinds)))
