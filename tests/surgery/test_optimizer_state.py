@@ -62,6 +62,24 @@ def test_state_from_before_an_edit_is_refused_after_it_also_by_an_optimiser_made
     update(model, new)
 
 
+def test_a_loop_goes_on_from_saved_model_and_state_bit_for_bit_and_is_undone(tmp_path):
+    model = saf.GPT(SHAPE)
+    optimizer = FUSED(model.parameters())
+    update(model, optimizer)
+    install(model, HEADS, optimizer=optimizer)
+    update(model, optimizer)
+    saf.save(model, tmp_path / "model")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    again = saf.load(tmp_path / "model")
+    resumed = FUSED(again.parameters())
+    resumed.load_state_dict(torch.load(tmp_path / "optimizer.pt"))
+    for one, its in ((model, optimizer), (again, resumed)):
+        update(one, its, seed=2)
+        saf.uninstall_(one, optimizer=its)
+        update(one, its, seed=3)
+    assert_equal(snapshot(again, resumed), snapshot(model, optimizer))
+
+
 def test_state_of_as_many_other_heads_is_refused():
     model, optimizer = make(torch.optim.SGD, momentum=0.9)
     install(model, HEADS, optimizer=optimizer)
