@@ -1,4 +1,4 @@
-"""What a decoder computes around its layers: `linear_cross_entropy`, the loss chunk by chunk, and `gelu_linear`.
+"""Operators around a decoder's attention: `linear_cross_entropy`, the loss chunk by chunk, and `gelu_linear`.
 
 The loss's operator, `saf::softmax_gradient_`, takes cross-entropy and its gradient from logits in one reading, so that
 logits are held for a chunk of tokens at a time and never twice. The backward pass of `gelu_linear` computes the GELU
@@ -15,9 +15,9 @@ from saf.errors import InputError
 from saf.ops.operator import forbid_second_derivative, operator, uses_triton
 
 IGNORED = -100
-"""The target of a token that is left out, as in PyTorch."""
+"""The target of a token without loss, as in PyTorch."""
 CHUNK_LOGITS = 1 << 29
-"""Logits held at once: a gigabyte of 16 bits, little next to a model in training; products stay large enough."""
+"""Logits in memory at once: a gigabyte of 16 bits, little next to a model in training, enough for large products."""
 CHUNK_STEP = 256
 """Tokens of a chunk are a multiple of this, so that products have whole blocks of rows; not measured against others."""
 
@@ -117,8 +117,8 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
 def _log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return labels' log-probabilities `[N]`, logits in float32 or wider, their log-sum-exps, which labels are columns.
 
-    A label that is left out has log-probability zero, and one that is no column NaN; the latter raises InputError on
-    the CPU: elsewhere the host would have to wait for the device.
+    Ignored labels have log-probability zero, others that are no column NaN. The latter raise InputError on the CPU;
+    elsewhere the host would have to wait for the device.
     """
     known = (labels >= 0) & (labels < logits.shape[1])
     on_host = labels.device.type == "cpu" and not torch.compiler.is_compiling()
@@ -148,7 +148,7 @@ def recomputes(x: Tensor) -> bool:
 
 
 class _GeluLinear(torch.autograd.Function):
-    """A product of GELU that keeps its input and the weight, nothing else."""
+    """`gelu_linear` that saves its input and the weight, nothing else."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:

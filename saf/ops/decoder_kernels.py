@@ -84,8 +84,8 @@ def softmax_gradient_kernel(
 
 BLOCK = 2048
 WARPS = 4
-"""Numbers of one program and its warps of 32 threads: 16 a thread, two of the widest loads of a 16-bit dtype, and few
-programs. Chosen by this, not measured against others; one pass over memory is bound by memory."""
+"""Elements of a program, and its warps of 32 threads: 16 elements a thread, two of the widest loads of 16 bits. Chosen,
+not measured against others; one pass over memory is bound by memory."""
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -110,22 +110,22 @@ def gelu_backward(x: Tensor, gradient: Tensor) -> Tensor:
 @triton.jit
 def gelu_kernel(x_ptr, y_ptr, N, BLOCK: tl.constexpr):
     """Store x Phi(x)."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_x = tl.load(x_ptr + place, mask=place < N, other=0.0).to(tl.float32)
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_x = tl.load(x_ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)
     cumulative, _ = _gelu_parts(b_x)
-    tl.store(y_ptr + place, (b_x * cumulative).to(y_ptr.dtype.element_ty), mask=place < N)
+    tl.store(y_ptr + o_n, (b_x * cumulative).to(y_ptr.dtype.element_ty), mask=o_n < N)
 
 
 @triton.jit
 def gelu_backward_kernel(x_ptr, gradient_ptr, y_ptr, N, BLOCK: tl.constexpr):
-    """Multiply the gradient by Phi(x) + x phi(x), in place; store x Phi(x) again, so that nothing else need keep it."""
-    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    b_x = tl.load(x_ptr + place, mask=place < N, other=0.0).to(tl.float32)
-    b_gradient = tl.load(gradient_ptr + place, mask=place < N, other=0.0).to(tl.float32)
+    """Multiply the gradient by Phi(x) + x phi(x), in place, and store x Phi(x)."""
+    o_n = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    b_x = tl.load(x_ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)
+    b_gradient = tl.load(gradient_ptr + o_n, mask=o_n < N, other=0.0).to(tl.float32)
     cumulative, bell = _gelu_parts(b_x)
     b_gradient = b_gradient * (cumulative + b_x * bell * 0.3989422804014327)  # 1 / sqrt(2 pi)
-    tl.store(y_ptr + place, (b_x * cumulative).to(y_ptr.dtype.element_ty), mask=place < N)
-    tl.store(gradient_ptr + place, b_gradient.to(gradient_ptr.dtype.element_ty), mask=place < N)
+    tl.store(y_ptr + o_n, (b_x * cumulative).to(y_ptr.dtype.element_ty), mask=o_n < N)
+    tl.store(gradient_ptr + o_n, b_gradient.to(gradient_ptr.dtype.element_ty), mask=o_n < N)
 
 
 @triton.jit

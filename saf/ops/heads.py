@@ -1,6 +1,6 @@
-"""Heads of tensors `[B, H, T, D]`: picked, grouped, joined, and mixed by stored weights.
+"""Heads of tensors `[B, H, T, D]`: how they are picked, grouped, joined, and mixed by stored weights.
 
-Heads are named by tuples of ints, so that nothing is indexed by tensors that the host would have to send.
+Tuples of ints name heads: an index tensor would have to be sent to the device.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
 
 
 def unit_stride(x: Tensor) -> Tensor:
-    """Return `x` with neighbouring channels side by side in memory, a copy where they are not."""
+    """Return `x` with unit stride of channels, copied where necessary."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -65,7 +65,7 @@ def even_queries(query: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple
 def cached_order(slots: tuple[int, ...], num_frozen: int, linear: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return the value heads that `slots` read in the order of a cache of fixed size: those of live slots come first.
 
-    What live heads read is then one view of it, as their keys are. Frozen slots in `linear` read no cache.
+    So the values of live heads are one view of the cache, as their keys are. Frozen slots in `linear` read no cache.
 
     >>> cached_order((0, 2, 0, 1), num_frozen=2), cached_order((0, 2, 0, 1), num_frozen=2, linear=(1,))
     ((0, 2, 1), (0, 2))
@@ -91,7 +91,7 @@ def merge_slots(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
 def join_heads(*parts: Tensor) -> Tensor:
     """Return live heads `[B, L, T, D]` and then frozen ones `[B, F, T, D]` as one tensor, stored as `[B, T, H, D]`.
 
-    Of one part, that part.
+    A single part is returned as it is.
     """
     if len(parts) == 1:
         return parts[0]
@@ -103,10 +103,10 @@ def _joined(live: Tensor, frozen: Tensor) -> Tensor:
 
 
 class _Join(torch.autograd.Function):
-    """Give live heads a gradient of their own, in the memory order that attention's output has.
+    """Join heads; live heads get a gradient in memory of its own, in the memory order of attention's output.
 
-    cuDNN's backward pass takes a graph cached for gradients of another memory order (docs/log.md), so a slice of the
-    joint gradient will not do. Frozen heads take one.
+    A slice of the joint gradient would not do: cuDNN's backward pass may run a graph that it cached for gradients of
+    another memory order, and read beyond memory (docs/log.md). Frozen heads take a slice.
     """
 
     @staticmethod
@@ -125,6 +125,6 @@ def dense_product(weights: Tensor, value: Tensor) -> Tensor:
     length = value.shape[-2]
     if not torch.compiler.is_compiling():
         return torch.einsum("fqk,bfkd->bfqd", weights[:, :length, :length], value)
-    # Compiled, a copy by index: a slice may be the whole array, which the compiler would make a case of its own.
+    # Compiled, a copy by index: a slice that may be the whole array would compile one more graph.
     at = torch.arange(length, device=value.device)
     return torch.einsum("fqk,bfkd->bfqd", weights[:, at[:, None], at], value)

@@ -1,8 +1,8 @@
-"""Launch a Triton kernel on the device of its tensors, at little cost to the host; and the names in all kernels.
+"""`launch` runs a Triton kernel at little cost to the host; here too are the names that all kernels share.
 
 Sizes: B sequences, H heads, L live ones, T positions, D channels, DP: rounded up to a power of two, N = B x D. Letters:
-b sequence, h head or slot, g value head of a group, m query positions (rows of P), k key positions (what a row sums
-over), n columns (of N), t positions without a role, d channels. `o_m` are offsets along m, `m0` is the first of them,
+b sequence, h head or slot, g value head of a group, m query positions (rows of P), k key positions (columns of P), n
+columns of N, t any positions, d channels. `o_m` are offsets along m, `m0` is the first of them,
 `BM` a block's size, `i_m` its number, `m_m` a mask. `x_stride_h` is the stride of x from head to head, `p_x` a pointer
 moved to what a program reads, `b_x` a block in registers. `before` and `after` scale the input and the output of a
 product, `pad` is the first real position of a sequence, `first` the position of the first query.
@@ -28,10 +28,10 @@ _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device, **constants: Any) -> None:
-    """Run a kernel; Triton launches on the current device, so make that the tensors' one.
+    """Run a kernel on the tensors' device, which Triton takes to be the current one.
 
-    Triton inspects every argument of every call to find the compiled kernel. This finds it by all that Triton
-    may inspect, and launches it directly; the interpreter has none.
+    Triton inspects every argument of every call to find the compiled kernel. This caches compiled kernels by the
+    properties that Triton may inspect, and launches them directly; the interpreter compiles none.
     """
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
@@ -40,7 +40,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
         known = _compiled.get(key)
         if known is not None:
             compiled, rest = known
-            # Addresses for tensors: Triton would ask the driver about each of those, what kind of memory it is.
+            # Addresses in place of tensors: for each tensor Triton would ask the driver what kind of memory it is.
             direct = [each.data_ptr() if isinstance(each, Tensor) else each for each in args]
             compiled[(*grid, 1, 1)[:3]](*direct, *rest)
             return
@@ -94,9 +94,9 @@ def padded_channels(dim: int) -> int:
 
 @triton.jit
 def add_product(acc, b_a, b_b, PRECISION: tl.constexpr):
-    """Return acc + a b, rounded so that float32 sums keep their accuracy over many steps."""
+    """Return acc + a b; float32 sums keep their accuracy over many steps."""
     if b_b.dtype == tl.float32:
-        # A sum a step, then one addition: T additions to one long sum would round T times. The limit keeps the
-        # compiler from joining the two.
+        # The product is summed by itself, then added: T additions to one long sum would round T times. The limit keeps
+        # the compiler from joining the two.
         return acc + tl.dot(b_a.to(b_b.dtype), b_b, input_precision=PRECISION, max_num_imprecise_acc=1)
     return tl.dot(b_a.to(b_b.dtype), b_b, acc, input_precision=PRECISION)

@@ -1,4 +1,4 @@
-"""Operators `saf::*`: how they are registered, where their kernels run, and how exactly these multiply."""
+"""Operators `saf::*`: their registration, the devices on which they run as Triton kernels, and their precision."""
 
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from saf.errors import UnsupportedError
 
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# Searched for at import: a search while compiled code is traced breaks the graph.
+# At import: a search while compiled code is traced breaks the graph.
 _TRITON = find_spec("triton") is not None
 
 
@@ -49,8 +49,8 @@ def operator(
     only arguments that it `mutates`, and returns none of its arguments.
     """
 
-    # What `torch.library.custom_op` does without its checks in every call: these take the host longer than all else
-    # that an operator of one launch does.
+    # As `torch.library.custom_op`, without its checks in every call: they take the host longer than all the rest of an
+    # operator of one launch.
     def register(function: Callable) -> Any:
         torch.library.define(f"saf::{name}", torch.library.infer_schema(function, mutates_args=mutates))
         torch.library.impl(f"saf::{name}", "default", function)
@@ -69,7 +69,7 @@ def forbid_second_derivative() -> None:
 
 
 def has_tangent(*tensors: Tensor) -> bool:
-    """Return whether some tensor has a tangent (`torch.func.jvp`), which registered operators drop silently."""
+    """Return whether a tensor has a tangent (`torch.func.jvp`): registered operators would drop it silently."""
     if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # no level is open: nothing has a tangent
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)

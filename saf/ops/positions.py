@@ -1,6 +1,6 @@
-"""Positions of a batch: left padding, and `CachePosition`, where the queries of a pass stand among the keys.
+"""Positions of a batch: left padding, and `CachePosition`, the place of the queries of a pass among the keys.
 
-A cache of fixed size is allocated once for all T positions, such as `StaticCache` of transformers; one that grows ends
+A cache of fixed size, such as `StaticCache` of transformers, is allocated once for all T positions; one that grows ends
 with the last query.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from saf.errors import InputError
 
 _SIGNED_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
-"""Of positions: differences of unsigned ones would wrap around."""
+"""Dtypes of positions: differences of unsigned ones would wrap around."""
 
 
 def check_left_pad(left_pad: Tensor, batch: int, length: int) -> None:
@@ -36,9 +36,9 @@ def left_padding(attention_mask: Tensor, *, wait: bool = True, allow_empty: bool
     """Return the first real position of each row of a 0/1 mask `[B, T]`; None where no row is padded on the left.
 
     Padding on the right needs no care: real tokens never see what follows them. Raises InputError for padding between
-    real tokens, and for rows of padding alone unless `allow_empty`, for prompts that are read chunk by chunk: the last
-    token of such a row counts as real. In compiled code, and where the host may not `wait` for the device, the device
-    raises a RuntimeError instead, and positions are returned in any case.
+    real tokens, and for rows without a real token. `allow_empty` admits the latter, for prompts that are read chunk by
+    chunk: their last token counts as real. In compiled code, and where the host may not `wait` for the device, the
+    device raises a RuntimeError instead, and positions are returned even without padding.
     """
     first = first_real(attention_mask)
     real = attention_mask.bool()
@@ -56,12 +56,12 @@ def left_padding(attention_mask: Tensor, *, wait: bool = True, allow_empty: bool
 
 
 def first_real(attention_mask: Tensor) -> Tensor:
-    """Return how many zeros each row of a 0/1 mask `[B, T]` begins with, T - 1 at most."""
+    """Return the number of zeros at the start of each row of a 0/1 mask `[B, T]`, at most T - 1."""
     return (attention_mask.bool().cumsum(1) == 0).sum(1).clamp(max=attention_mask.shape[1] - 1)
 
 
 def unpadded(compute: Callable[[Tensor], Tensor], value: Tensor, left_pad: Tensor | None) -> Tensor:
-    """Return `compute` of sequences `[B, F, T, D]` moved to position 0, moved back to where they begin, `left_pad`."""
+    """Move sequences `[B, F, T, D]` that begin at `left_pad` to position 0, compute, and move the result back."""
     if left_pad is None:
         return compute(value)
     return _shift_rows(compute(_shift_rows(value, left_pad)), -left_pad)
@@ -97,15 +97,15 @@ def visible_keys(
 
 
 class CachePosition(NamedTuple):
-    """Where the queries of a pass stand among T positions: `count` of them, one after another, from `first` on.
+    """The place of the queries of a pass among T positions: `count` consecutive ones from `first` on.
 
-    `first` is a tensor exactly for a cache of fixed size: only the device knows its value, so that a CUDA graph of one
-    step serves the next. Such a cache is not filled behind the last query, and has its value heads in the order of
-    `saf.ops.heads.cached_order`.
+    In a cache of fixed size `first` is a tensor: only the device knows its value, so that a CUDA graph of one step
+    serves the next. Such a cache has no keys behind the last query yet, and its value heads are in the order of
+    `saf.ops.heads.cached_order`. Otherwise `first` is a number.
 
     Attributes:
-        first: position of the first query, a number; in a cache of fixed size an integer tensor `[]`.
-        count: how many queries.
+        first: position of the first query: a number, or an integer tensor `[]`.
+        count: number of queries.
         left_pad: `[B]` first real position of each row of the batch, or None.
         visible: in a cache of fixed size, which positions each query sees, bool `[B or 1, 1, Tq, T]`; otherwise None.
     """
@@ -131,15 +131,15 @@ class CachePosition(NamedTuple):
         return torch.arange(self.count, device=self.left_pad.device) + self.first >= self.left_pad[:, None]
 
     def blocks(self, most: int) -> "Iterator[CachePosition]":
-        """Yield the same queries, at most `most` at a time; without any, one empty block."""
+        """Yield blocks of at most `most` queries; one empty block where there are none."""
         for row in range(0, max(1, self.count), most):
             yield CachePosition(self.first + row, min(most, self.count - row), self.left_pad)
 
     def in_pattern(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return positions in each row's own pattern: of queries, of keys, their distances, and which keys are seen.
+        """Return positions counted from each row's first real token, where its pattern begins.
 
-        Queries `[B or 1, count]`, keys `[B or 1, length]`, distances `[count, length]`, none below 0; seen
-        `[B or 1, count, length]`.
+        These are positions of queries `[B or 1, count]` and of keys `[B or 1, length]`, distances `[count, length]`,
+        all clamped to 0 from below; and which keys a query sees, `[B or 1, count, length]`.
         """
         query = torch.arange(self.count, device=device) + self.first
         key = torch.arange(length, device=device)

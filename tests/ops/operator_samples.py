@@ -124,7 +124,7 @@ def fused_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, list
     """A mixed layer and one with frozen heads alone, and what their backward passes take."""
     frozen = FrozenHeads.from_patterns(patterns(device), backend="fused", dtype=dtype, device=device, kv_head=range(4))
     tables, results = frozen.tables(dtype), {"fused": [], "fused_backward": [], "fused_visible": []}
-    for layout, live in (("mixed", 2), ("alone", 0)):
+    for layout, live in (("mixed", 2), ("frozen", 0)):
         inputs = [draw(2, 40, heads, 64).transpose(1, 2) for heads in (live, live, live + 2)]
         maps, stored = [tables[f"{layout}_{name}"] for name in MAPS], [tables[name] for name in PATTERNS]
         rest = (maps, stored, list(tables[f"{layout}_counts"]), tables[f"{layout}_grouped"][0], 0.125)

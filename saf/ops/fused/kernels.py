@@ -64,8 +64,8 @@ class FusedConfig(NamedTuple):
 def choose_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, few: bool = False) -> FusedConfig:
     """Return block sizes for D = `dim`: the fastest of those tried on an H200 with some heads frozen (docs/log.md).
 
-    `grouped` says that a value head serves several heads; the loop over them takes registers in the backward. `few`
-    says that the forward pass has few programs (`FEW_ROWS`); they take smaller blocks of queries.
+    With `grouped` heads the backward's loop over heads takes registers, so that blocks of keys are smaller; with `few`
+    programs in the forward pass (`FEW_ROWS`) blocks of queries are.
     """
     if dtype == torch.float32:
         small = Blocks(32 if dim <= 64 else 16, 32 if dim <= 128 else 16, 4 if dim <= 64 else 8, 1)
@@ -84,11 +84,10 @@ def fused_forward(
     query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, patterns: FusedPatterns, *, scale: float | None = None,
     config: FusedConfig | None = None, visible: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mix all heads of a layer in one launch, which a compiler may see.
+    """Do `saf::fused` in one launch; with `visible` a compiler sees the kernel.
 
-    `query [B, L, T, D]` of live heads, `key [B, K, T, D]` that they use and `value [B, H_kv, T, D]` have unit stride in
-    D and any others. Returns the output `[B, H, T, D]` in head order, stored as `[B, T, H, D]`, and the live heads'
-    row log-sum-exps `[B, L, T]`, float32, nats.
+    Channels have unit stride, other dimensions any. The output is stored as `[B, T, H, D]`; log-sum-exps are float32,
+    in nats.
     """
     batch, _, length, dim = value.shape
     live, heads = maps.counts[0], sum(maps.counts)
@@ -99,8 +98,8 @@ def fused_forward(
     few = rows <= FEW_ROWS or rows * length <= FEW_PAIRS
     blocks = (config or choose_config(dim=dim, dtype=value.dtype, few=few)).forward
     grid, factor = (batch * heads, cdiv(length, blocks.block_m)), score_scale(scale, dim) * LOG2E.value
-    own, constants = _of_patterns(maps, patterns)
-    numbers = (heads, live, length, factor, *strides(query, key, value, result), *own)
+    pattern_strides, constants = _pattern_arguments(maps, patterns)
+    numbers = (heads, live, length, factor, *strides(query, key, value, result), *pattern_strides)
     arguments = query, key, value, result, lse, *maps[:5], *patterns, *numbers
     constants |= blocks.constants(length, dim)
     if visible:
@@ -115,10 +114,9 @@ def visible_forward(
     query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
     grouped: bool, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Do `fused_forward`, its output alone, as an operator that a compiler looks into and whose kernel it launches.
+    """Return the output of `saf::fused`, whose arguments these are, so that compiled code launches the kernel itself.
 
-    Called from Python, or from an exported program, which keeps the operator, it takes the host longer than
-    `saf::fused`, whose arguments these are. The channels of query, key and value have unit stride.
+    Called from Python or from an exported program, it costs the host more than `saf::fused`. Channels have unit stride.
     """
     tables = read_tables(maps, patterns, counts, grouped)
     return fused_forward(query, key, value, *tables, scale=scale, visible=True)[0]
@@ -128,10 +126,9 @@ def fused_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, maps: HeadMaps,
     patterns: FusedPatterns, *, scale: float | None = None, config: FusedConfig | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of `fused_forward` to query, key and value, each stored as `[B, T, heads, D]`.
+    """Return the gradients to query, key and value, each stored as `[B, T, heads, D]`; deterministic.
 
-    `grad [B, H, T, D]` is that of the output `out`, `lse` the forward's row log-sum-exps; the rest as in the forward.
-    Deterministic.
+    `grad [B, H, T, D]` is that of the output `out`, `lse` the log-sum-exps of `fused_forward`.
     """
     batch, num_value_heads, length, dim = value.shape
     live, factor = maps.counts[0], score_scale(scale, dim)
@@ -140,7 +137,7 @@ def fused_backward(
         return dq, dk, dv
     blocks = config or choose_config(dim=dim, dtype=value.dtype, grouped=maps.grouped)
     operands, delta = (query, key, value, grad, lse), torch.empty_like(lse)
-    own, constants = _of_patterns(maps, patterns)
+    pattern_strides, constants = _pattern_arguments(maps, patterns)
     if live:
         launch(
             delta_kernel, (batch * live, cdiv(length, 64)), out, grad, delta, maps.live, live, length,
@@ -149,7 +146,8 @@ def fused_backward(
     launch(
         key_block_kernel, (batch * num_value_heads, cdiv(length, blocks.keys.block_k)), *operands, delta, dk, dv,
         maps.state, maps.query, maps.key, maps.pattern, maps.group_start, maps.group_heads, *patterns,
-        num_value_heads, live, length, factor, *strides(query, key, value, grad, dk, dv), *own,
+        num_value_heads, live, length, factor, *strides(query, key, value, grad, dk, dv),
+        *pattern_strides,
         **blocks.keys.constants(length, dim), **constants, GROUPED=maps.grouped,
         device=value.device,
     )  # fmt: skip
@@ -162,12 +160,12 @@ def fused_backward(
     return dq, dk, dv
 
 
-def _of_patterns(maps: HeadMaps, patterns: FusedPatterns) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the strides of patterns, and which kinds of heads a layer has: code for absent kinds is left out."""
+def _pattern_arguments(maps: HeadMaps, patterns: FusedPatterns) -> tuple[tuple[int, ...], dict[str, Any]]:
+    """Return the strides of patterns, and constants that leave out the code of kinds of heads that a layer lacks."""
     names = "HAS_LIVE", "HAS_COMPACT", "HAS_DENSE"
     kinds = {name: count > 0 for name, count in zip(names, maps.counts, strict=True)}
-    own = patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2]
-    return own, kinds | {"PAD": PAD}
+    pattern_strides = patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2]
+    return pattern_strides, kinds | {"PAD": PAD}
 
 
 # --- forward
@@ -184,7 +182,7 @@ def fused_forward_kernel(
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute one (batch element, head, query block): the head's state says how its weights come about."""
+    """Compute one (batch element, head, query block); the head's state selects how its weights are computed."""
     # Blocks with the longest sum come first.
     i_m = tl.num_programs(1) - 1 - tl.program_id(1)
     i_b = (tl.program_id(0) // H).to(tl.int64)
@@ -198,7 +196,7 @@ def fused_forward_kernel(
     acc = tl.zeros((BM, DP), dtype=tl.float32)
     scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
 
-    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in tables.py.
+    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in op.py.
     if HAS_LIVE:  # noqa: SIM102
         if state == 0:
             i_q = tl.load(query_ptr + i_h).to(tl.int64)
@@ -316,8 +314,8 @@ def key_block_kernel(
     p_v = v_ptr + i_b * v_stride_b + i_g.to(tl.int64) * v_stride_h
     b_dv = tl.zeros((BK, DP), dtype=tl.float32)
     b_dk = tl.zeros((BK, DP), dtype=tl.float32)
-    # Every live head of a value head reads one key head; none: minus one, of the type of k0, as the loop carries it on.
-    # Triton 3.7 makes a tensor of a plain -1 too.
+    # The key head that the live heads of this value head read, -1 without any: a tensor like k0, because the loop
+    # carries it (Triton 3.7 makes a tensor of a plain -1 too).
     key_slot = k0 * 0 - 1
     if GROUPED:
         lo = tl.load(group_start_ptr + i_g)

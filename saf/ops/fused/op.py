@@ -1,10 +1,10 @@
 """The paper's execution: one Triton launch a layer for live and frozen heads, tiles of P rebuilt in registers.
 
-It is the paper's row in every benchmark; `toeplitz` is faster. Whole sequences only: no decoding, no padding. Its
-forward launch also serves few tokens of backend `toeplitz` without gradients (`mix_few`), where a launch costs more
-than the work in it: in a CUDA graph of 1 x 512 a layer takes 3 us less than an ordinary one, and by two launches 10 us
-more, of 70 (124M, 25% frozen, H200; docs/log.md). `HeadMaps` says which kind each head is, `FusedPatterns` holds
-patterns as the kernels read them.
+It is the paper's row in every benchmark; `toeplitz` is faster. It takes whole sequences without padding. Its forward
+launch also serves few tokens of backend `toeplitz` without gradients (`mix_few`), where a launch costs more than its
+work: in a CUDA graph of 1 x 512 an ordinary layer takes 70 us, one with frozen heads 67 by one launch and 80 by two
+(124M, 25% frozen, H200; docs/log.md). `HeadMaps` has the kind of each head, `FusedPatterns` what the kernels read of
+patterns.
 """
 
 import math
@@ -22,10 +22,10 @@ from saf.ops.positions import unpadded
 from saf.patterns import Pattern
 
 LIVE, COMPACT, DENSE = 0, 1, 2
-"""States of a head: ordinary attention, a compact pattern rebuilt in registers, a stored dense pattern."""
+"""Kinds of a head, as the kernels compare them: ordinary attention, a compact pattern, a dense one."""
 PAD = 256
-"""Entries of minus infinity in front of rho, and the multiple its length is rounded up to: twice the largest block of
-128 positions, so that a tile on the diagonal reads no further back."""
+"""Entries of minus infinity in front of rho, and the multiple its length is rounded up to: twice the 128 positions of
+the largest block, since a tile on the diagonal reads as far back."""
 BAND_SHIFTS = 4
 """Shifted copies of rho: four float32 elements make one aligned 16-byte load."""
 
@@ -51,10 +51,10 @@ class Fused(Backend):
         return {dtype: fused_tables(patterns, dtype, device, kv_head) for dtype in dtypes}
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
-        def alone(x: Tensor) -> Tensor:
-            return fused_product(x[:, :0], x[:, :0], x, *_arguments(tables, "alone"), 1.0)[0]
+        def product(x: Tensor) -> Tensor:
+            return fused_product(x[:, :0], x[:, :0], x, *_arguments(tables, "frozen"), 1.0)[0]
 
-        return unpadded(alone, take_heads(value, heads), left_pad)
+        return unpadded(product, take_heads(value, heads), left_pad)
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, tables: Tables, scale: float | None) -> Tensor:
         factor = score_scale(scale, value.shape[-1])
@@ -62,7 +62,7 @@ class Fused(Backend):
 
 
 def _arguments(tables: Tables, heads: str, prefix: str = "") -> tuple[list[Tensor], list[Tensor], list[int], bool]:
-    """Return maps, patterns, counts and whether heads are grouped, of frozen heads `alone` or of `mixed` ones."""
+    """Return maps, patterns, counts and `grouped` as `fused_product` takes them; `heads` is "frozen" or "mixed"."""
     maps = [tables[f"{prefix}{heads}_{name}"] for name in MAPS]
     patterns = [tables[prefix + name] for name in PATTERNS]
     return maps, patterns, list(tables[f"{prefix}{heads}_counts"]), tables[f"{prefix}{heads}_grouped"][0]
@@ -93,7 +93,7 @@ def fused_product_backward(
     return fused_backward(gradient, query, key, value, output, log_sums, *tables, scale=scale)
 
 
-def _keep_operands(ctx, inputs, output) -> None:
+def _save_operands(ctx, inputs, output) -> None:
     query, key, value, maps, patterns, ctx.counts, ctx.grouped, ctx.scale = inputs
     ctx.num_maps = len(maps)
     ctx.save_for_backward(query, key, value, *output, *maps, *patterns)
@@ -104,8 +104,9 @@ def operand_gradients(ctx, gradient: Tensor, _):
     forbid_second_derivative()
     query, key, value, output, log_sums, *tables = ctx.saved_tensors
     maps, patterns = tables[: ctx.num_maps], tables[ctx.num_maps :]
-    rest = (maps, patterns, ctx.counts, ctx.grouped, ctx.scale)
-    gradients = fused_product_backward(gradient, query, key, value, output, log_sums, *rest)
+    gradients = fused_product_backward(
+        gradient, query, key, value, output, log_sums, maps, patterns, ctx.counts, ctx.grouped, ctx.scale
+    )
     return (*gradients, [None] * len(maps), [None] * len(patterns), None, None, None)
 
 
@@ -114,15 +115,15 @@ def _product_like(query, key, value, maps, patterns, counts, grouped, scale) -> 
     return heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
 
 
-@operator("fused", fake=_product_like, gradient=operand_gradients, context=_keep_operands)
+@operator("fused", fake=_product_like, gradient=operand_gradients, context=_save_operands)
 def fused_product(
     query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
     grouped: bool, scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Mix all heads of a layer, in head order, `[B, H, T, D]`, and return the live heads' row log-sum-exps `[B, L, T]`.
 
-    `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` in the order of `MAPS` and
-    `PATTERNS`; `counts` of live, compact and dense heads.
+    `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` are the tensors of
+    `HeadMaps` and `FusedPatterns`, in their order; `counts` those of live, compact and dense heads.
     """
     from saf.ops.fused.kernels import fused_forward
 
@@ -133,21 +134,21 @@ def fused_product(
 # --- few tokens of backend `toeplitz`
 
 
-LENGTH = 4096
+MAX_LENGTH = 4096
 """Positions that tables of few tokens cover: no longer sequence is few by the limits below."""
 SHORT = 1024
 """Positions up to which one launch was no slower than two on an H200, at the batches that `SHORT_PAIRS` allows."""
 SHORTEST = 256
-"""Positions that shorter sequences count as: their time no longer falls with the square of the length."""
+"""Positions as which shorter sequences count: their time no longer falls with the square of the length."""
 SHORT_PAIRS = 40 * SHORT**2
 """B x H x T x T up to which one launch is faster on the device: with 12 heads some 3 x 1,024 or 12 x 512 tokens."""
 HOST_BOUND = 2 * 4096 * 768 * (12 * 768 + 4096)
-"""B x T x C x (12 C + T), half a layer's operations, up to which a host that launches every kernel sets the pace.
+"""B x T x C x (12 C + T), half a layer's operations, up to which launching takes the host longer than the device works.
 
 It is a layer of the 124M model at two sequences of 4,096 tokens: by two launches a called prompt ran at 0.53x of an
-ordinary one, by one at 0.94x (docs/log.md). On the device two are faster there, so CUDA graphs take two.
+ordinary one, by one at 0.94x (docs/log.md). The device is faster by two there, so CUDA graphs take two.
 """
-DIM = 128
+MAX_DIM = 128
 """Channels up to which the limits were measured; wider heads leave the kernel few registers."""
 FEW_DTYPES = (torch.bfloat16, torch.float16)
 _FEW = "few_"
@@ -162,10 +163,10 @@ def serves_few(device: torch.device, dtype: torch.dtype) -> bool:
 def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
     """Return whether one launch is faster for values `[B, H_kv, T, D]` of a layer of `heads`.
 
-    `replayed` says that a CUDA graph launches the kernels: the host's pace has no say then.
+    With `replayed`, when a CUDA graph launches the kernels, only the device's time counts.
     """
     batch, _, length, dim = value.shape
-    if dim > DIM or length > LENGTH:
+    if dim > MAX_DIM or length > MAX_LENGTH:
         return False
     if length <= SHORT and batch * heads * length * max(length, SHORTEST) <= SHORT_PAIRS:
         return True
@@ -176,10 +177,10 @@ def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
 def few_tables(
     patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: tuple[int, ...] | None
 ) -> Tables:
-    """Return the launch's tables of the first positions for another backend's; none where it cannot serve."""
+    """Return the tables of `mix_few`, to be added to those of another backend; none where it cannot run."""
     if kv_head is None or not serves_few(device, dtype):
         return {}
-    first = [pattern.prefix(min(LENGTH, pattern.length)) for pattern in patterns]
+    first = [pattern.prefix(min(MAX_LENGTH, pattern.length)) for pattern in patterns]
     return {_FEW + name: table for name, table in fused_tables(first, dtype, device, kv_head).items()}
 
 
@@ -188,8 +189,8 @@ def mix_few(
 ) -> Tensor | None:
     """Return all heads, `[B, H, T, D]`, from one launch where that is faster; None elsewhere.
 
-    Code compiled for one shape launches the kernel itself, at a fraction of what an operator costs the host. With
-    lengths left open by the compiler nothing is few: a bound on them would be a program of its own.
+    Code compiled for one shape launches the kernel itself, which costs the host a fraction of an operator. With lengths
+    left open by the compiler no call is few: a bound on them would compile one more program.
     """
     if _FEW + PATTERNS[0] not in tables:
         return None
@@ -214,11 +215,11 @@ def mix_few(
 
 
 class HeadMaps(NamedTuple):
-    """Where each of H heads finds its parts, int32 tensors on the operands' device.
+    """The kind of each of H heads and its slots in the operands, int32 tensors on their device.
 
     Attributes:
         state: [H] LIVE, COMPACT or DENSE.
-        query: [H] slot in the query; heads that are not live hold 0, which is never read.
+        query: [H] slot in the query, for live heads; others hold 0, which is never read.
         key: [H] slot in the key, for live heads.
         value: [H] slot in the value.
         pattern: [H] slot among the patterns of the head's own kind.
@@ -226,7 +227,7 @@ class HeadMaps(NamedTuple):
         group_start: [H_kv + 1] first entry of each value head in `group_heads`.
         group_heads: [H] heads sorted by value slot.
         counts: numbers of live, compact and dense heads.
-        grouped: whether some value head serves no head or several.
+        grouped: whether some value head serves no head or several, not one each.
     """
 
     state: Tensor
@@ -306,7 +307,7 @@ MAPS, PATTERNS = HeadMaps._fields[:8], FusedPatterns._fields
 def read_tables(
     maps: Sequence[Tensor], patterns: Sequence[Tensor], counts: Sequence[int], grouped: bool
 ) -> tuple[HeadMaps, FusedPatterns]:
-    """Return maps and patterns as launchers take them, from lists as operators take them, see `MAPS`, `PATTERNS`."""
+    """Return maps and patterns as launchers take them, from lists as operators take them."""
     live, compact, dense = counts
     return HeadMaps(*maps, counts=(live, compact, dense), grouped=grouped), FusedPatterns(*patterns)
 
@@ -314,7 +315,7 @@ def read_tables(
 def fused_tables(
     patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: tuple[int, ...] | None = None
 ) -> dict[str, Any]:
-    """Return patterns for the kernels and head maps: `alone_*` of the frozen heads, `mixed_*` of all slots.
+    """Return patterns for the kernels and head maps: `frozen_*` of the frozen heads, `mixed_*` of all slots.
 
     Patterns that are not compact are stored entry by entry. Mixed maps need `kv_head`, the value head of every slot.
     """
@@ -329,7 +330,7 @@ def fused_tables(
     stored = torch.stack(dense) if dense else torch.zeros(0, length, length, dtype=dtype, device=device)
     tables: dict[str, Any] = FusedPatterns.build(alpha, rho, log_z, stored)._asdict()
     kinds = [DENSE if form is None else COMPACT for form in forms]
-    slots = {"alone": (kinds, tuple(range(len(kinds))))}
+    slots = {"frozen": (kinds, tuple(range(len(kinds))))}
     if kv_head is not None:
         slots["mixed"] = ([LIVE] * (len(kv_head) - len(kinds)) + kinds, kv_head)
     for name, (state, value) in slots.items():

@@ -31,10 +31,10 @@ from saf.ops.linear.op import CHUNK, LinearTables
 # The device language's constants and ranges are not what their annotations say.
 
 WAVE = 396
-"""Programs that run at once: three on each of the 132 multiprocessors of an H100 or H200. Programs beyond
-them wait for a second wave, and fewer leave room unused (4K x 8, 6 heads: 768 programs 68 us, 384 52 us, 192 68 us)."""
+"""Programs that run at once: three on each of the 132 multiprocessors of an H100 or H200. More would wait for a second
+wave, fewer leave room unused (eight sequences of 4K, 6 heads: 768 programs 68 us, 384 52 us, 192 68 us)."""
 SCAN_COLUMNS = 32
-"""Columns of a program that adds states up: few, since it waits for memory and not for arithmetic."""
+"""Columns of a program of `scan_kernel`: few, since it waits for memory and not for arithmetic."""
 
 
 class LinearConfig(NamedTuple):
@@ -76,14 +76,10 @@ def linear_matmul(
     left_pad: Tensor | None = None, out: Tensor | None = None, config: LinearConfig | None = None,
     precision: str = "ieee",
 ) -> Tensor:  # fmt: skip
-    """Compute `after[i] sum_j g(i - j) before[j] x[j]` over j <= i, with `transpose` over j >= i, head by head.
+    """Do `linear_product`, whose arguments these are, head by head; deterministic.
 
-    Deterministic; neither memory beyond the T positions of x nor scalings beyond T are read.
-
-    `x [B, H, T, D]` has unit stride in D and any others, in bfloat16, float16 or float32; `tables` are in x's dtype,
-    `before` and `after` `[H, >=T]` in float32. `left_pad [B]`, contiguous, is the first real position of each sequence,
-    from which scalings count; outputs before it are zero. `out`, `config` and `precision` are those of
-    `toeplitz_matmul`.
+    `x` has unit stride in D and any others, `before` and `after` are float32. `out`, `config` and `precision` are those
+    of `toeplitz_matmul`. Memory and scalings beyond the T positions of x are not used.
     """
     assert (x.stride(3), tables.near.dtype, len(tables.near)) == (1, x.dtype, x.shape[1])
     assert tables.num_tiles <= 3, "a band must end within two chunks"
@@ -127,7 +123,7 @@ def _sizes(tables: LinearTables) -> tuple[int, int, int, int]:
 
 
 def _scan(states: Tensor, turns: Tensor, stretches: int, stretch: int) -> None:
-    """Turn what each stretch adds, `[F, stretches, 2, P, N]`, into the state at its end."""
+    """Replace what each stretch adds, `states [F, stretches, 2, P, N]`, by the state at its end."""
     heads, _, _, poles, columns = states.shape
     launch(
         scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), states, turns, columns, stretches, stretch,
@@ -142,9 +138,9 @@ def states_kernel(
     D: tl.constexpr, C: tl.constexpr, P: tl.constexpr, BN: tl.constexpr, POWERS: tl.constexpr, REVERSE: tl.constexpr,
     PADDED: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Write what each stretch adds to the state, `states [F, stretches, 2, P, N]`: h from zero on.
+    """Write what each stretch adds to the state, `states [F, stretches, 2, P, N]`: its last h, from h = 0 before it.
 
-    Stretches begin and end `back` chunks earlier than those of `mix_kernel`, whose tiles read the chunks between.
+    Stretches begin and end `back` chunks before those of `mix_kernel`, since tiles serve the chunks between.
     """
     i_s, i_h, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
@@ -165,9 +161,9 @@ def states_kernel(
 
 @triton.jit(do_not_specialize=["stretches", "stretch"])
 def scan_kernel(states_ptr, turns_ptr, N, stretches, stretch, P: tl.constexpr, BN: tl.constexpr, POWERS: tl.constexpr):
-    """Turn what each stretch adds into the state at its end, in place: one program a head and block of columns.
+    """Replace what each stretch adds by the state at its end: one program a head and block of columns.
 
-    Four stretches at a time: a load may not pass the store before it, and would wait for it each time.
+    It loads four stretches at a time, because a load waits for the store before it.
     """
     i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p = tl.arange(0, P)
@@ -197,13 +193,13 @@ def scan_kernel(states_ptr, turns_ptr, N, stretches, stretch, P: tl.constexpr, B
 
 @triton.jit
 def _find_stretch(p_state, i_s, stretches, m_n, N, P: tl.constexpr):
-    """Return where a stretch's state lies, and a mask that is false beyond the last stretch."""
+    """Return the pointers of a stretch's state, and a mask that is false beyond the last stretch."""
     return p_state + i_s * 2 * P * N, m_n & (i_s < stretches)
 
 
 @triton.jit
 def _add_earlier(h_re, h_im, t_re, t_im, b_re, b_im):
-    """Return b + M^stretch h: the state at the end of a stretch that adds b to the state h before it."""
+    """Return b + M^stretch h: the state after a stretch that adds b, from the state h before it; `t` is M^stretch."""
     h_re, h_im = turned(h_re, h_im, t_re, t_im)
     return b_re + h_re, b_im + h_im
 
@@ -264,17 +260,17 @@ def mix_kernel(
         b_u1 = b_u0
 
 
-# --- the state of decoding: chunk c of u at c mod N + 1 of the ring, h_c at c mod 2 of the sums
+# --- the state of decoding: chunk c of u is entry c modulo N + 1 of the ring, h_c entry c modulo 2 of the sums
 
 STEP_COLUMNS = 32
-"""Columns of a program: a step of one sequence has few, and should fill many multiprocessors."""
+"""Columns of a program of `fill_kernel` and `step_kernel`: one sequence has few, for many multiprocessors."""
 
 
 def fill(
     x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor,
     sums: Tensor, *, precision: str,
 ) -> None:  # fmt: skip
-    """Fill `ring [B, F, N + 1, C, D]` and `sums [B, F, 2, 2P, D]`, contiguous, after values `x [B, F, T, D]`."""
+    """Do `fill_state`, whose arguments these are; `ring` and `sums` are contiguous."""
     batch, heads, length, dim = x.shape
     reach, rows, poles, powers = _sizes(tables)
     columns = batch * dim
@@ -307,7 +303,7 @@ def step(
     x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None,
     first: Tensor | int, ring: Tensor, sums: Tensor, out: Tensor, *, precision: str,
 ) -> None:  # fmt: skip
-    """Write the rows of values `x [B, F, rows, D]`, which stand from position `first` on, into `out` and the state."""
+    """Do `step_state`, whose arguments these are, and write into `out`."""
     batch, heads, rows, dim = x.shape
     reach, chunk, poles, powers = _sizes(tables)
     columns, on_device = batch * dim, isinstance(first, Tensor)

@@ -22,9 +22,9 @@ from saf.ops.toeplitz.op import TILE
 # The device language's constants and ranges are not what their annotations say.
 
 CACHED = 32 << 20
-"""Bytes of input that programs running together may share: about half of a data-centre GPU's second-level cache."""
+"""Most bytes of input that programs running together share: half of a data-centre GPU's second-level cache."""
 FOLDED = 32_768
-"""Positions beyond which blocks of a single sequence's output go two by two: 1,457 us instead of 1,920 at 65,536."""
+"""Positions beyond which a program computes two blocks of a single sequence: 1,457 us instead of 1,920 at 65,536."""
 WIDE_FROM = 4096
 """Positions beyond which blocks are 256 columns wide: there they gained with four heads and lost with fewer."""
 
@@ -34,12 +34,12 @@ class ToeplitzConfig(NamedTuple):
 
     Attributes:
         block_m: output positions of a program, TILE at most.
-        block_n: columns of the folded (batch, channel) axis of a program.
+        block_n: columns of a program, of B x D.
         block_k: positions summed over in a step, TILE at most.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
-        fold: consecutive blocks of output rows that one program computes as more columns, for few columns; 2 needs
-            descriptors and blocks of TILE rows.
+        fold: consecutive blocks of output rows that one program computes, as if they were more columns; 2 serves shapes
+            of few columns and needs descriptors and blocks of TILE rows.
         descriptors: whether operands are read through the bulk copy engine: Hopper and later, 16 bits, B x D a
             multiple of 8.
         slabs: column blocks of a head that are computed before the next ones begin, so that the input they share stays
@@ -60,10 +60,10 @@ class ToeplitzConfig(NamedTuple):
 def choose_config(
     *, length: int, columns: int, heads: int, dtype: torch.dtype, hopper: bool = False, shared: int = 227 << 10
 ) -> ToeplitzConfig:
-    """Return the written rule for `heads` frozen heads of `length` positions and `columns` = B x D.
+    """Choose blocks for `heads` frozen heads of `length` positions and `columns` = B x D.
 
-    `hopper` says whether the device has the bulk copy engine, `shared` how many bytes of memory a program may take:
-    its pipeline is cut to fit.
+    `hopper` says whether the device has the bulk copy engine, `shared` how many bytes of shared memory a program may
+    take: the pipeline gets as many stages as fit.
     """
     if dtype == torch.float32:  # without matrix units
         return ToeplitzConfig(block_m=64, block_n=64, block_k=32, num_stages=2)
@@ -81,7 +81,7 @@ def choose_config(
 def _by_shape(length: int, columns: int, heads: int, hopper: bool) -> ToeplitzConfig:
     """Return blocks and the depth of the pipeline for 16-bit operands: 128 x 128, wider or narrower.
 
-    Limits lie between shapes for which either choice was the faster one; where between them was not measured.
+    Each limit lies somewhere between a measured shape for which one choice was faster and one for which the other was.
     """
     rows = cdiv(length, 128)
     programs = rows * cdiv(columns, 128) * heads
@@ -93,26 +93,23 @@ def _by_shape(length: int, columns: int, heads: int, hopper: bool) -> ToeplitzCo
         return ToeplitzConfig(block_m=64, block_n=64, block_k=128)  # 128 x 128 would leave multiprocessors without work
     if columns > 128 and length > WIDE_FROM and rows * cdiv(columns, 256) * heads >= 256:
         return ToeplitzConfig(block_n=256, num_warps=8)
-    # Few programs: one a multiprocessor, its loads further ahead; more of them: two that take turns. Long sums of a
-    # single column block gain from loads further ahead all the same: 6 heads of 16,384 positions and 128 columns took
-    # 324 us with four stages and 354 with three.
+    # Four stages leave room for one program a multiprocessor, three for two. Few programs take four; long sums of a
+    # single column block, too: 6 heads of 16,384 positions and 128 columns took 324 us with four, 354 with three.
     return ToeplitzConfig(num_stages=4 if programs < 400 or (columns <= 128 and length >= 16384) else 3)
 
 
 def toeplitz_matmul(
-    x: Tensor, tables: Tensor, before: Tensor, after: Tensor, *, transpose: bool, out: Tensor | None = None,
+    x: Tensor, tiles: Tensor, before: Tensor, after: Tensor, *, transpose: bool, out: Tensor | None = None,
     config: ToeplitzConfig | None = None, precision: str = "ieee",
 ) -> Tensor:  # fmt: skip
-    """Multiply by diag(after) G diag(before), head by head, with G(i, j) = g(i - j) for j <= i, or by G transposed.
+    """Do `toeplitz_product`, whose arguments these are, head by head; deterministic.
 
-    Memory beyond the T positions of x is never used, nor are scalings beyond T. Deterministic.
-
-    `x [B, F, T, D]` has unit stride in D and any others, in bfloat16, float16 or float32; `tables` are its tiles of g
-    from `make_tiles`, for at least T positions; `before` and `after` `[F, >=T]` are float32. `out` may be memory of x's
-    dtype or float32 to write into, by default it is new and stored as `[B, T, F, D]`. `precision` of float32 products
-    is "ieee" or "tf32"; `config` is the written rule by default.
+    `x` has unit stride in D and any others, `tiles` are from `make_tiles`, `before` and `after` are float32. `out` may
+    be memory of x's dtype or float32 to write into; by default it is new, stored as `[B, T, F, D]`. `precision` of
+    float32 products is "ieee" or "tf32"; `config` is `choose_config`'s by default. Memory and scalings beyond the T
+    positions of x are not used.
     """
-    assert (x.stride(3), tables.dtype) == (1, x.dtype)
+    assert (x.stride(3), tiles.dtype) == (1, x.dtype)
     batch, heads, length, dim = x.shape
     columns = batch * dim
     if out is None:
@@ -126,7 +123,7 @@ def toeplitz_matmul(
     fold = config.fold
     rows = length if fold == 1 else cdiv(length, fold * TILE) * fold * TILE
     scaled = x.new_empty(heads, rows, fold * columns)
-    # Folded, group r of the columns holds the rows r - fold + 1 tiles away (r tiles away transposed), zero beyond T.
+    # Folded, columns r N to (r + 1) N are the rows r - fold + 1 tiles further down (r tiles transposed), zero beyond T.
     launch(
         prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), x, before, scaled, length, columns, rows,
         *strides(x), before.stride(0),
@@ -143,14 +140,14 @@ def toeplitz_matmul(
     if not config.descriptors:
         even_t = length % max(config.block_m, config.block_k) == 0
         constants |= {"EVEN_T": even_t, "EVEN_N": columns % config.block_n == 0, "PRECISION": precision}
-        numbers = length, columns, *strides(out), tables.stride(0), after.stride(0), *blocks
-        launch(toeplitz_kernel, grid, scaled, tables, after, out, *numbers, **constants)
+        numbers = length, columns, *strides(out), tiles.stride(0), after.stride(0), *blocks
+        launch(toeplitz_kernel, grid, scaled, tiles, after, out, *numbers, **constants)
         return out
     # What the bulk copy engine reads: the scaled input, and all tiles stacked as [-, TILE].
     tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
     x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
-    tiles_desc = TensorDescriptor.from_tensor(tables.view(-1, TILE), tile)
-    numbers = length, columns, rows, *strides(out), after.stride(0), tables.shape[1], *blocks
+    tiles_desc = TensorDescriptor.from_tensor(tiles.view(-1, TILE), tile)
+    numbers = length, columns, rows, *strides(out), after.stride(0), tiles.shape[1], *blocks
     launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants, FOLD=fold)
     return out
 
@@ -163,7 +160,7 @@ def prescale_kernel(
 ):  # fmt: skip
     """Write x * before, rounded to x's dtype, as contiguous [F, rows, FOLD N].
 
-    Columns of group r come from FIRST + r tiles further down; zero outside of 0 to T.
+    Columns r N to (r + 1) N are the rows FIRST + r tiles further down, zero outside of 0 to T.
     """
     i_h = tl.program_id(2).to(tl.int64)
     o_t = tl.program_id(0) * BT + tl.arange(0, BT)
@@ -194,7 +191,7 @@ def toeplitz_kernel(
     EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute one [BM, BN] tile of one head's output from the scaled input [F, T, N] and tiles [F, -, TILE, TILE]."""
-    i_m, i_h, i_n = place_of(tl.program_id(0), num_m, num_n, num_h, slabs)
+    i_m, i_h, i_n = block_of(tl.program_id(0), num_m, num_n, num_h, slabs)
     i_h = i_h.to(tl.int64)
     if not TRANSPOSE:
         i_m = num_m - 1 - i_m
@@ -233,13 +230,13 @@ def toeplitz_descriptor_kernel(
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
-    """Compute one block of one head's output, from the scaled input [F, rows, FOLD N] and tiles stacked as [-, TILE].
+    """Compute [BM, BN] of one head's output, from the scaled input [F, rows, FOLD N] and tiles stacked as [-, TILE].
 
-    It has BM rows of BN columns of N; with FOLD the same columns of FOLD consecutive blocks of BM rows. A tile of the
-    matrix meets the input one block further on for the next of them, so the scaled input has both as neighbouring
-    columns (`prescale_kernel`), and a tile read once serves both.
+    With FOLD, columns r N to (r + 1) N are those of the r-th of FOLD consecutive blocks of BM rows. For the next of
+    these blocks a tile of the matrix multiplies the input one block further down, which `prescale_kernel` has laid out
+    as further columns: so a tile read once serves all.
     """
-    i_m, i_h, i_n = place_of(tl.program_id(0), num_m, num_n, num_h, slabs)
+    i_m, i_h, i_n = block_of(tl.program_id(0), num_m, num_n, num_h, slabs)
     n0 = i_n * BN
     if not TRANSPOSE:
         i_m = num_m - 1 - i_m
@@ -250,7 +247,7 @@ def toeplitz_descriptor_kernel(
         hi = rows
     else:
         m0 += (FOLD - 1) * BM
-        lo = m0 * 0
+        lo = m0 * 0  # a tensor, as above
         hi = tl.minimum(m0 + BM, rows)
     first = i_h * tiles_per_head * TILE
     acc = tl.zeros((BM, BN), dtype=tl.float32)
@@ -283,16 +280,16 @@ def toeplitz_descriptor_kernel(
 
 
 @triton.jit
-def place_of(tile, num_m, num_n, num_h, slabs):
-    """Return the row block counted from the longest sum, the head and the column block of a tile.
+def block_of(program, num_m, num_n, num_h, slabs):
+    """Return the row block, counted from the longest sum, the head and the column block that a program computes.
 
     A slab is a column block of one head: all its row blocks read the same input. `slabs` of them are computed before
-    the next ones begin, so that what they read stays in the second-level cache; among them row blocks with the longest
+    the next ones begin, so that their input stays in the second-level cache. Among these, row blocks with the longest
     sum come first, so that the last wave has short ones.
     """
-    first = tile // (num_m * slabs) * slabs
+    first = program // (num_m * slabs) * slabs
     together = tl.minimum(num_n * num_h - first, slabs)
-    inside = tile - first * num_m
+    inside = program - first * num_m
     slab = first + inside % together
     return inside // together, slab // num_n, slab % num_n
 
@@ -324,8 +321,8 @@ def _load_input(p_x, m_k, m_n, EVEN_T: tl.constexpr, EVEN_N: tl.constexpr):
 # --- convolutions of one channel
 
 ROWS, COLUMNS, WARPS = 32, 128, 4
-"""Positions of a program's sums, positions that it reads at once, and its warps: 32 float64 numbers a thread stay in
-registers, and few frozen heads still give a GPU enough programs. Chosen, not measured against others."""
+"""Positions whose sums a program computes, positions that it reads at once, and its warps: the 32 float64 numbers of a
+thread stay in registers, and few frozen heads still give a GPU enough programs. Chosen, not measured against others."""
 
 
 def convolve(left: Tensor, right: Tensor) -> Tensor:
