@@ -27,7 +27,7 @@ even when a layer has few frozen heads. The GPU's size is chosen, not measured a
 TILE = 128
 """Rows and columns of the kernels' Toeplitz tiles."""
 PAD = 256
-"""Zeros in front of g, and the multiple its length is rounded up to: two tiles."""
+"""Zeros in front of g, and the multiple its length is rounded up to: two tiles, the most that one program computes."""
 
 
 class Toeplitz(Backend):
