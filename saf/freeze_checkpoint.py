@@ -179,7 +179,7 @@ def _batches(settings: CheckpointFreezing, source: ModelFolder) -> tuple[list[Te
     if isinstance(data, TextData):
         raise InputError(f"data of a checkpoint must be a folder by `saf data prepare`, got {data.folder}")
     length = settings.calibration_length(source.settings.get("length") or most, most=most)
-    trained = source.trained_data() if data.fingerprint != source.state.get("data_fingerprint") else None
+    trained = source.training_data() if data.fingerprint != source.state.get("data_fingerprint") else None
     if trained is not None:
         check_separate(data, data.calibration_source, trained)
         if "outputs" in settings.config.needs or settings.config.jointly:

@@ -168,7 +168,7 @@ def freeze_(
                 undo.callback(uninstall_, model, report.heads, optimizer=optimizer)
             undo.pop_all()
         report = replace(report, seconds=on_rank0(lambda: timer.seconds))
-        adapter.remember(report.known())
+        adapter.record_event(report.known())
     return report
 
 

@@ -1,7 +1,7 @@
-"""`open_model` opens the model that a path means, of this project or of transformers, with its data and its tokenizer.
+"""`open_model` opens the model at a path, whatever wrote it, with its data and its tokenizer.
 
-A path is a checkpoint, a run, a folder by `saf.save`, or a model of Hugging Face transformers: `find_source` returns
-its files, a `ModelFolder` or a `TransformersFolder`. `find_model` is for callers that need a model of this project.
+A path is a checkpoint, a run, a folder of `saf.save`, or a folder or hub name of a transformers model. `find_source`
+returns its `ModelFolder` or `TransformersFolder`; `find_model` accepts only models of this project.
 """
 
 from collections.abc import Callable
@@ -37,12 +37,12 @@ class OpenedModel:
 
     @property
     def folder(self) -> Path:
-        """The path, or the name on the hub."""
+        """The model's path, or its name on the hub."""
         return Path(self.source.name)
 
     @property
     def checkpoints(self) -> dict[str, str | None]:
-        """Hashes of the model and of the one it was frozen from, by role, for the head of a result."""
+        """Hashes of the model and of the model it was frozen from, by role, for a result's header."""
         hashes: dict[str, str | None] = {"model": self.source.hash}
         return hashes if (parent := self.source.parent) is None else hashes | {PARENT: parent}
 
@@ -61,14 +61,14 @@ class OpenedModel:
 def open_model(
     path: Path | str, data: Path | None, device: Device, *, precision: str = "auto", needs_data: bool = True
 ) -> OpenedModel:
-    """Open the model that `path` means, and its data: `data`, or those it was trained on.
+    """Open the model at `path`, and its data: `data`, or by default the data that it was trained on.
 
-    A model with a tokenizer of its own is opened without data unless some are named or needed.
-    With precision "fp32" weights are opened in float32, whatever the files hold.
+    A transformers model, which has its own tokenizer, opens without data unless they are named or needed.
+    With precision "fp32" weights are float32, whatever their dtype in the files.
 
     Raises:
         InputError: There is no model, or no data.
-        DataError: The data are of another tokenizer than the model's.
+        DataError: The data have another tokenizer than the model.
         CheckpointError: The model's files are damaged.
     """
     source = find_source(path)
@@ -79,7 +79,7 @@ def open_model(
 
 
 def find_source(path: Path | str) -> "ModelFolder | TransformersFolder":
-    """Return the model that `path` means; raise what `find_model` raises."""
+    """Return the folder of the model at `path`; raise as `find_model` does."""
     if not means_transformers(path):
         return find_model(path)
     from saf.hf.folders import TransformersFolder
@@ -88,13 +88,16 @@ def find_source(path: Path | str) -> "ModelFolder | TransformersFolder":
 
 
 def find_model(path: Path | str, *, optimizer: bool = False) -> "ModelFolder":
-    """Return the model of this project that `path` means; with `optimizer`, a checkpoint's optimiser is verified too.
+    """Return the folder of this project's model at `path`; with `optimizer`, verify a checkpoint's optimiser too.
 
     Raises:
         InputError: The path is something else.
         CheckpointError: A checkpoint is damaged.
     """
     path = Path(path)
+    if kind_of(path) is Kind.HEADS:  # also an ordinary model saved into the folder of a frozen one
+        remedy = "add them to one by saf.load, or move saf.json and saf.safetensors out"
+        raise InputError(f"{path} is {Kind.HEADS.value}; {remedy}")
     kind = expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.MODEL, Kind.TRANSFORMERS)
     if kind is Kind.TRANSFORMERS:
         raise InputError(f"{path} holds a model of transformers; open it by AutoModelForCausalLM.from_pretrained")
@@ -110,16 +113,16 @@ class Encoder:
     """How a model's tokenizer turns text into tokens."""
 
     encode: Callable[[str], list[int]]
-    """Encodes a text, with the special tokens that stand before it for this model, and none behind it."""
-    bare: Callable[[str], list[int]]
-    """Encodes a text without any special token."""
-    first: int | None
-    """The token before a continuation that has no context; None where the tokenizer has none."""
+    """Encodes a text with the special tokens that this model expects before it, and none behind it."""
+    encode_plain: Callable[[str], list[int]]
+    """Encodes a text without special tokens."""
+    first_token: int | None
+    """The token before a continuation without a context; None where the tokenizer has no such token."""
     bos: int | None = None
     """The tokenizer's beginning-of-text token (BOS); None where it has none."""
 
-    def beginning(self, name: Path | str) -> int:
-        """Return the BOS token that `--bos` asks for; raise InputError where the tokenizer of `name` has none."""
+    def require_bos(self, name: Path | str) -> int:
+        """Return the BOS token for `--bos`; raise InputError where the tokenizer of `name` has none."""
         if self.bos is None:
             raise InputError(f"the tokenizer of {name} must have a beginning-of-text token, got none: drop --bos")
         return self.bos
@@ -127,12 +130,12 @@ class Encoder:
 
 @dataclass(frozen=True)
 class ModelFolder:
-    """A model of this project: a verified checkpoint, of a run perhaps, or a folder by `saf.save`."""
+    """The files of a model of this project: a verified checkpoint, perhaps of a run, or a folder of `saf.save`."""
 
     folder: Path
     checkpoint: Checkpoint | None
     parent: ClassVar[None] = None
-    """The hash of the model it was frozen from: its own files record that."""
+    """None: a checkpoint's own files record the model that it was frozen from."""
 
     @property
     def name(self) -> str:
@@ -141,7 +144,7 @@ class ModelFolder:
 
     @property
     def hash(self) -> str:
-        """The hash of a checkpoint's manifest; of a saved model the SHA-256 of saf.json, which lists its files' own."""
+        """The hash of a checkpoint's manifest, or of a saved model's saf.json, which has its files' checksums."""
         return self.checkpoint.hash if self.checkpoint else file_hash(self.folder / STATE_FILE)
 
     @property
@@ -151,7 +154,7 @@ class ModelFolder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the run that trained the model; empty where its files have none."""
+        """Settings of the run that trained the model; empty for a saved model."""
         return self.state.get("settings") or {}
 
     def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
@@ -165,20 +168,20 @@ class ModelFolder:
         return Encoder(tokenizer.encode, tokenizer.encode, tokenizer.eot_id)
 
     def data(self, path: Path | None) -> TokenData:
-        """Open the data for the model: `path`, or the data that it was trained on when None.
+        """Open the data at `path`, by default the data that the model was trained on.
 
-        A file of text is read by the tokenizer of the training data.
+        A file of text is encoded by the tokenizer of the training data.
 
         Raises:
-            InputError: No folder is given and none is recorded, or the examples of a task are.
-            DataError: The folder's tokenizer is not the one that the model was trained with, or that one is unknown.
+            InputError: Without a path, where the model records no data, or was trained on examples of a task.
+            DataError: The data have another tokenizer than the training data, or a text's tokenizer is unavailable.
         """
         recorded, task = self.settings.get("data"), self.settings.get("task") or "text"
         if path is None and (recorded is None or task != "text"):
             got = "records no data" if recorded is None else f"was trained on {task}, which is no held-out text"
             raise InputError(f"{self.folder} {got}; give --data, a folder by `saf data prepare` with its tokenizer")
         if path is not None and path.is_file():
-            if (trained := self.trained_data()) is None:
+            if (trained := self.training_data()) is None:
                 raise DataError(f"{path} needs the tokenizer of the training data, {recorded}, which is not there")
             return TextData(path, trained.tokenizer())
         data = TokenData.open(path or Path(str(recorded)))
@@ -191,8 +194,8 @@ class ModelFolder:
             )
         return data
 
-    def trained_data(self) -> TokenData | None:
-        """Open the data that the model was trained on; None unless the recorded folder is visible and unchanged."""
+    def training_data(self) -> TokenData | None:
+        """Open the data that the model was trained on; None where the recorded folder is missing or has changed."""
         recorded = self.settings.get("data")
         if recorded is None or kind_of(recorded) is not Kind.DATA:
             return None
@@ -204,11 +207,11 @@ class ModelFolder:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the files of the weights in a folder of `save_pretrained`, by name."""
+    """Return the weight files in a folder of `save_pretrained`, sorted by name."""
     return sorted((*folder.glob("model*.safetensors"), *folder.glob("pytorch_model*.bin")))
 
 
 def folder_hash(folder: Path) -> str:
-    """Return one SHA-256 of configuration, weights and heads in a folder of `save_pretrained`."""
+    """Return one SHA-256 over the configuration, weights and heads in a folder of `save_pretrained`."""
     files = [folder / "config.json", *weight_files(folder), folder / STATE_FILE, folder / TENSORS_FILE]
     return entries_hash({path.name: file_hash(path) for path in files if path.is_file()})

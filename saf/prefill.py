@@ -19,7 +19,7 @@ class LastToken(nn.Module):
         super().__init__()
         adapter = adapter_for(model)
         self.model = adapter.model
-        self._last_logits, self._one_graph = adapter.last_logits, adapter.one_graph
+        self._last_logits, self._fullgraph = adapter.last_logits, adapter.fullgraph
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the logits of the token after the prompt."""
@@ -35,7 +35,7 @@ class LastToken(nn.Module):
         def logits(model: nn.Module, input_ids: Tensor) -> Tensor:
             return model(input_ids)
 
-        return partial(torch.compile(own_program(logits), fullgraph=self._one_graph, dynamic=False), self)
+        return partial(torch.compile(own_program(logits), fullgraph=self._fullgraph, dynamic=False), self)
 
 
 class Prefill:

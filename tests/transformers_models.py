@@ -77,7 +77,7 @@ def weight_of(model, layer: int, role: str = "value") -> torch.Tensor:
 
 
 def freezable(model) -> list[int]:
-    return [layer for layer, site in enumerate(adapter_for(model).sites()) if site.stays_ordinary is None]
+    return [layer for layer, site in enumerate(adapter_for(model).sites()) if site.unsupported_reason is None]
 
 
 def tokens(rows: int = 4, length: int = LENGTH, seed: int = 1) -> torch.Tensor:

@@ -223,7 +223,7 @@ def blank(sites: Sequence[Site]) -> Tensor:
     """Return 0 for live heads, NaN for frozen ones and for layers that stay ordinary, `[L, H]` float64."""
     values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
     for layer, site in enumerate(sites):
-        if site.stays_ordinary is None:
+        if site.unsupported_reason is None:
             values[layer, list(site.layout.live)] = 0.0
     return values
 
@@ -250,7 +250,7 @@ def attention_profiles(
 
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer, site in enumerate(sites):
-            if site.stays_ordinary is None:
+            if site.unsupported_reason is None:
                 stack.enter_context(site.capture(lambda q, k, layer=layer, site=site: add(layer, site, q, k)))
         for batch in tqdm(batches, "batches", mininterval=5):
             adapter.run(batch.to(adapter.device))

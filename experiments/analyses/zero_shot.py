@@ -347,7 +347,7 @@ class Study:
         return {"tasks": tasks, "texts": texts}
 
     def _bos(self, opened: OpenedModel) -> int | None:
-        return opened.encoder().beginning(self.settings.model) if self.settings.bos else None
+        return opened.encoder().require_bos(self.settings.model) if self.settings.bos else None
 
     def _begun(self, opened: OpenedModel, windows: Tensor) -> Tensor:
         """Return windows with the token that begins a text in place of their first one, where the settings say so."""

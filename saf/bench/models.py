@@ -232,7 +232,7 @@ class ModelPlan:
                 patterns = drawn_patterns(arm.backend, len(frozen), self.length, self.seed, self.device)
             install_(model, frozen, patterns, backend=str(arm.backend))
         adapter = adapter_for(model)
-        adapter.attend_through_seam()  # ordinary arms too: the same function, without frozen heads
+        adapter.use_saf_attention()  # ordinary arms too: the same function, without frozen heads
         for site in adapter.sites():
             site.pin(arm.kernel if site.frozen is None else arm.live_kernel)
         if arm.kernel == FLEX:

@@ -110,7 +110,9 @@ def measurable_heads(adapter: Adapter, heads: Iterable[Head] | None = None) -> H
     every layer does.
     """
     live, sites = adapter.heads("live"), adapter.sites()
-    reasons = {layer: site.stays_ordinary for layer, site in enumerate(sites) if site.stays_ordinary is not None}
+    reasons = {
+        layer: site.unsupported_reason for layer, site in enumerate(sites) if site.unsupported_reason is not None
+    }
     if reasons and len(reasons) == len(sites):
         raise UnsupportedError(f"no head of this model can be frozen: {reasons[0]}")
     ordinary = HeadSet(head for head in live if head[0] in reasons)

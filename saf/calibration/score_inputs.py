@@ -189,7 +189,7 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
         raise InputError("head_outputs needs calibrate(..., collect=('mean_rows',)); these statistics have none")
     if batches[0].shape[1] != statistics.length:
         raise InputError(f"sequences must have {statistics.length} tokens, as calibrated; got {batches[0].shape[1]}")
-    if any(site.norm_after for site in sites):
+    if any(site.post_norm for site in sites):
         raise UnsupportedError(
             "outputs of heads mix where a norm follows the attention layer (Gemma 2 and 3); use a score of patterns, "
             "such as 'variance'"

@@ -124,7 +124,7 @@ class Command:
             batch_size=self.batch_size,
             limit=self.limit,
             precision=self.precision,
-            bos=opened.encoder().beginning(opened.folder) if self.bos else None,
+            bos=opened.encoder().require_bos(opened.folder) if self.bos else None,
             out=self.out,
             checkpoints=opened.checkpoints,
             progress=partial(progress, "evaluating", "windows"),

@@ -1,7 +1,7 @@
-"""The adapter of transformers' models: their attention layers as sites, whatever the family.
+"""The adapter of transformers' models: it edits their attention layers by the description of their family.
 
-While heads of a model are edited, its configuration names our attention function and has an entry `saf`, which
-`save_pretrained` writes: the import that opens the folder, the length of the patterns, the freezing events.
+While heads of a model are edited, `config.saf` records the import that opens its folder, the length of the patterns
+and the freezing events; `save_pretrained` writes it into config.json.
 """
 
 import copy
@@ -22,11 +22,11 @@ from saf.hf.attention import (
     STOCK,
     HeadState,
     attach_state,
-    choose_forward,
     detach_idle_state,
     layout_of,
     mask_for_generation,
     no_dropout,
+    set_forward,
     state_of,
 )
 from saf.hf.families import CONV1D, FAMILIES, Family
@@ -34,20 +34,20 @@ from saf.models.adapter import Adapter, LanguageModel, Receiver, Removed, Site
 from saf.ops import FrozenHeads
 
 
-def mark_of(config: Any) -> dict[str, Any] | None:
-    """Return the entry of a configuration about frozen or pruned heads; None where it has none."""
+def config_entry(config: Any) -> dict[str, Any] | None:
+    """Return a configuration's entry `saf` about frozen and pruned heads; None where no head is edited."""
     return getattr(config, "saf", None)
 
 
-def unmark_(config: Any) -> None:
-    """Take that entry out."""
+def remove_config_entry_(config: Any) -> None:
+    """Remove a configuration's entry `saf`."""
     vars(config).pop("saf", None)
 
 
 class TransformersModel(LanguageModel):
-    """A causal language model with the interface of transformers: token ids in, `logits` out, and a `config`."""
+    """Any causal language model of transformers, which can be evaluated but perhaps not frozen."""
 
-    one_graph = False
+    fullgraph = False
 
     def __init__(self, model: Any):
         self.model = model
@@ -80,7 +80,7 @@ class TransformersModel(LanguageModel):
 
 
 class TransformersAdapter(TransformersModel, Adapter):
-    """The adapter of models of transformers of the families in `FAMILIES`."""
+    """The adapter of a model of one of the `FAMILIES`."""
 
     saves_weights = False
 
@@ -89,18 +89,20 @@ class TransformersAdapter(TransformersModel, Adapter):
         self.family = family
         self._attention = [module for module in model.modules() if type(module).__name__ == family.attention]
         for attention in self._attention:
-            kinds = [type(getattr(attention, name)) for name in family.projections.values()]
-            kinds = [kind for kind in kinds if kind is not NonDynamicallyQuantizableLinear]
-            if other := [kind for kind in kinds if f"{kind.__module__}.{kind.__qualname__}" != family.kind]:
-                raise UnsupportedError(
-                    f"projections must be plain {family.kind.rpartition('.')[2]}, got {other[0].__module__}."
-                    f"{other[0].__name__}: merge adapters (merge_and_unload), load weights unquantised"
-                )
+            for name in family.projections.values():
+                cls = type(getattr(attention, name))
+                path = f"{cls.__module__}.{cls.__qualname__}"
+                # `TransformersSite.assign` changes projections without rows to the former class.
+                if cls is not NonDynamicallyQuantizableLinear and path != family.projection_class:
+                    raise UnsupportedError(
+                        f"projections must be plain {family.projection_class.rpartition('.')[2]}, got {path}: merge "
+                        "adapters (merge_and_unload), load weights unquantised"
+                    )
 
     @classmethod
     def of(cls, model: nn.Module) -> "TransformersAdapter | None":
-        """Return the adapter of a model of a known family, None for any other model."""
-        # Models of several parts, as for images, have a config of their own for text.
+        """Return the adapter of a model of a supported family, None for any other model."""
+        # Multimodal models have another configuration for their text model, and no length in their own.
         text = hasattr(getattr(model, "config", None), "max_position_embeddings")
         if not (text and hasattr(model, "set_attn_implementation")):
             return None
@@ -115,25 +117,25 @@ class TransformersAdapter(TransformersModel, Adapter):
         return [TransformersSite(self, attention) for attention in self._attention]
 
     def run(self, input_ids: Tensor) -> None:
-        before = self.model.config._attn_implementation
-        if before == "sdpa" and any(site.soft_cap is not None for site in self.sites()):  # transformers 5.17
+        original = self.model.config._attn_implementation
+        if original == "sdpa" and any(site.soft_cap is not None for site in self.sites()):  # transformers 5.17
             raise UnsupportedError("sdpa drops this model's soft caps: call model.set_attn_implementation('eager')")
-        self.attend_through_seam()
+        self.use_saf_attention()
         try:
             self.model.base_model(input_ids=input_ids, use_cache=False)
         finally:
-            self._attend_by(before)
+            self._use_attention(original)
 
-    def attend_through_seam(self) -> None:
-        self._attend_by(NAME)
+    def use_saf_attention(self) -> None:
+        self._use_attention(NAME)
 
     def attention_settings(self) -> dict[str, Any]:
         values = self.model.config.to_dict()
         return json.loads(json.dumps({name: values[name] for name in self.family.settings if name in values}))
 
-    def remember(self, event: dict[str, Any]) -> None:
-        if (mark := mark_of(self.model.config)) is not None:
-            mark["events"].append(event)
+    def record_event(self, event: dict[str, Any]) -> None:
+        if (entry := config_entry(self.model.config)) is not None:
+            entry["events"].append(event)
 
     def check_attention(self) -> None:
         if any(getattr(attention, "is_cross_attention", False) for attention in self._attention):
@@ -149,7 +151,7 @@ class TransformersAdapter(TransformersModel, Adapter):
         super().check_attention()
 
     def check_layers(self) -> None:
-        """Raise UnsupportedError where any layer computes what `edited_forward` would silently leave out."""
+        """Raise UnsupportedError where a layer computes something that `edited_forward` does not."""
         for attention in self._attention:
             if rate := self.family.dropout_rate(attention):
                 raise UnsupportedError(no_dropout(rate, self.family.dropout_setting))
@@ -159,61 +161,61 @@ class TransformersAdapter(TransformersModel, Adapter):
             if norm is not None and not (self.family.norms and norm.weight.numel() == attention.head_dim):
                 raise UnsupportedError(f"{type(attention).__name__} must have no norm of queries, or one of each head")
 
-    def choose_function(self) -> None:
-        """Attend through `attend` while heads are edited, and as before once none is.
+    def set_attention_function(self) -> None:
+        """Use `attend` while heads are edited, and the model's original attention function once none is.
 
-        Other models may share the configuration, which names the function: this one gets a copy, and keeps it.
+        The configuration names the function and may be shared with other models, so this one gets its own copy.
         """
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
-        before = next((state.before for state in states if state.before is not None), None)
+        original = next((state.original_function for state in states if state.original_function is not None), None)
         if not all(state.layout.ordinary for state in states):
-            if before is None:
-                self._take_own_config()
+            if original is None:
+                self._copy_config()
             for state in states:
-                state.before = before or self.model.config._attn_implementation
-            self.attend_through_seam()
+                state.original_function = original or self.model.config._attn_implementation
+            self.use_saf_attention()
             if hasattr(type(self.model), "generate"):
                 self.model.create_masks_for_generate = mask_for_generation
-            self._mark()
-        elif before is not None:
+            self._write_config_entry()
+        elif original is not None:
             for state in states:
-                state.before = None
-            self._attend_by(before)
+                state.original_function = None
+            self._use_attention(original)
             vars(self.model).pop("create_masks_for_generate", None)
-            unmark_(self.model.config)
+            remove_config_entry_(self.model.config)
 
-    def _take_own_config(self) -> None:
+    def _copy_config(self) -> None:
         shared, own = self.model.config, copy.deepcopy(self.model.config)
         for module in self.model.modules():
             if getattr(module, "config", None) is shared:
                 module.config = own
 
-    def _mark(self) -> None:
-        """Enter in the configuration that heads are edited, and how many positions their patterns cover."""
-        from saf.hf.pretrained import watch_folders
+    def _write_config_entry(self) -> None:
+        """Write `config.saf` where it is missing, and the number of positions that all patterns cover into it."""
+        from saf.hf.pretrained import patch_pretrained
 
-        if mark_of(self.model.config) is None:
+        if config_entry(self.model.config) is None:
             self.model.config.saf = {"schema": SCHEMA, "open_with": OPENS, "events": []}
         covered = [heads.max_length for heads in self.model.modules() if isinstance(heads, FrozenHeads)]
         self.model.config.saf["max_length"] = min(covered, default=None)
-        watch_folders()
+        patch_pretrained()
 
-    def _attend_by(self, name: str) -> None:
-        """Attend by the function of this name in transformers."""
+    def _use_attention(self, name: str) -> None:
+        """Set the model's attention function by its name in transformers."""
         if self.model.config._attn_implementation != name:
             self.model.set_attn_implementation(name)
 
 
 class TransformersSite(Site):
-    """An attention layer of transformers; while heads of it are frozen, their state is its submodule `saf`."""
+    """An attention layer of transformers; while heads of it are edited, its submodule `saf` has their state."""
 
     def __init__(self, adapter: TransformersAdapter, attention: Any):
         self._adapter, self._family, self.attention = adapter, adapter.family, attention
         self.scale = attention.scaling
         self.soft_cap = None if self._family.soft_cap is None else getattr(attention, self._family.soft_cap)
-        self.norm_after = self._family.norm_after
+        self.post_norm = self._family.post_norm
         if (window := getattr(attention, "sliding_window", None)) is not None:
-            self.stays_ordinary = f"layer {attention.layer_idx} attends within a sliding window of {window} tokens"
+            self.unsupported_reason = f"layer {attention.layer_idx} attends within a sliding window of {window} tokens"
 
     @property
     def state(self) -> HeadState:
@@ -221,9 +223,9 @@ class TransformersSite(Site):
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
         linears = {name: getattr(self.attention, module) for name, module in self._family.projections.items()}
-        transposed = self._family.kind == CONV1D
+        transposed = self._family.projection_class == CONV1D
         weights = {name: (linear.weight, int((name == "output") != transposed)) for name, linear in linears.items()}
-        # The bias of the output belongs to no head.
+        # Entries of the output's bias belong to no head.
         inputs = {name: linear.bias for name, linear in linears.items() if name != "output"}
         return weights | {name + BIAS: (bias, 0) for name, bias in inputs.items() if bias is not None}
 
@@ -233,8 +235,8 @@ class TransformersSite(Site):
         projections = [getattr(self.attention, name) for name in self._family.projections.values()]
         if any(each.weight.is_meta and hasattr(each, "_hf_hook") for each in projections):
             raise UnsupportedError(f"{layer} must not be offloaded: give attention layers devices in the device_map")
-        if layout.frozen and self.stays_ordinary is not None:
-            raise UnsupportedError(f"{self.stays_ordinary}; leave its heads live")
+        if layout.frozen and self.unsupported_reason is not None:
+            raise UnsupportedError(f"{self.unsupported_reason}; leave its heads live")
         if layout.frozen and not getattr(self.attention, "is_causal", True):
             raise UnsupportedError(f"{layer} must be causal to have frozen heads")
 
@@ -242,14 +244,14 @@ class TransformersSite(Site):
         attach_state(self.attention, self._family).assign(layout, frozen, removed)
         for name in self._family.projections.values():
             linear = getattr(self.attention, name)
-            if self._family.kind == CONV1D:
+            if self._family.projection_class == CONV1D:
                 linear.nx, linear.nf = linear.weight.shape
             else:
                 linear.out_features, linear.in_features = linear.weight.shape
-                # Quantisers of linear layers pass over this class of PyTorch; they fail at weights without entries.
+                # Quantisers fail on empty weights, and skip this subclass of nn.Linear.
                 linear.__class__ = nn.Linear if linear.weight.numel() else NonDynamicallyQuantizableLinear
-        choose_forward(self.attention)
-        self._adapter.choose_function()
+        set_forward(self.attention)
+        self._adapter.set_attention_function()
         detach_idle_state(self.attention)
 
     def pin(self, kernel: str) -> None:

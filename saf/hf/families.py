@@ -1,7 +1,7 @@
-"""The families of transformers' models that can be frozen: a `Family` describes their attention layers.
+"""`FAMILIES` lists the model families of transformers that can be frozen, and how their attention layers are built.
 
-A model's own forward pass stays, but that of attention layers with edited heads: `saf.hf.attention.edited_forward`
-reads a family's description. `random_model` draws a model of a family at any shape.
+`saf.hf.attention.edited_forward` computes an attention layer by its family's description. `random_model` returns a
+model with random weights, at any shape, for benchmarks.
 """
 
 from collections.abc import Mapping
@@ -14,10 +14,10 @@ from torch import nn
 from saf.heads import roles_of
 
 SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling", "head_dim", "sliding_window", "layer_types")
-"""Fields of a configuration that, with the weights, determine the attention of most families."""
+"""Fields of the configuration that affect the attention of most families."""
 SEPARATE = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 LINEAR, CONV1D = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"
-"""Kinds of projections: a weight `[out, in]`, and one `[in, out]`."""
+"""Classes of projections: `nn.Linear` has a weight `[out, in]`, `Conv1D` one `[in, out]`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,32 +26,32 @@ class Family:
 
     name: str
     attention: str
-    """The class of its attention layers."""
+    """Class name of its attention layers."""
     projections: Mapping[str, str] = field(default_factory=lambda: SEPARATE)
-    """The layer's modules by the role of their rows, or the roles whose rows lie in one weight: `query_key_value`."""
-    kind: str = LINEAR
+    """The layer's projections by role. A fused one has the roles of its rows in order: `query_key_value`."""
+    projection_class: str = LINEAR
     """The class of the projections."""
     dropout: str = "attention_dropout"
-    """The layer's attribute with the rate of dropout of its attention weights, or the module that applies it."""
+    """The layer's attribute with the dropout rate of attention weights, or with their dropout module."""
     dropout_setting: str = "attention_dropout"
-    """The field of the configuration with that rate."""
+    """The configuration's field with that rate."""
     soft_cap: str | None = None
-    """The layer's attribute with the cap of its logits."""
+    """The layer's attribute with the soft cap of its logits."""
     settings: tuple[str, ...] = SETTINGS
-    """Fields of the configuration that, with the weights, determine attention."""
+    """Fields of the configuration that affect attention; saved heads record them."""
     norms: bool = False
-    """Whether queries and keys pass `q_norm` and `k_norm` before the rotation."""
-    after: str | None = None
-    """The layer's module that follows the output projection."""
-    norm_after: bool = False
-    """Whether a norm follows the layer before its output is added to the residual stream."""
+    """Whether `q_norm` and `k_norm` normalise queries and keys before the rotation."""
+    output_dropout: str | None = None
+    """The layer's dropout module behind the output projection."""
+    post_norm: bool = False
+    """Whether the layer's output passes a norm before it is added to the residual stream."""
 
     def module(self, attention: Any, role: str) -> Any:
-        """Return the module of a layer that holds the rows of a role."""
+        """Return a layer's projection with the rows of a role."""
         return next(getattr(attention, module) for name, module in self.projections.items() if role in roles_of(name))
 
     def dropout_rate(self, attention: Any) -> float:
-        """Return the rate of dropout of a layer's attention weights."""
+        """Return the dropout rate of a layer's attention weights."""
         dropout = getattr(attention, self.dropout)
         return float(getattr(dropout, "p", dropout))
 
@@ -65,11 +65,11 @@ FAMILIES = (
         name="GPT-2",
         attention="GPT2Attention",
         projections={"query_key_value": "c_attn", "output": "c_proj"},
-        kind=CONV1D,
+        projection_class=CONV1D,
         dropout="attn_dropout",
         dropout_setting="attn_pdrop",
         settings=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
-        after="resid_dropout",
+        output_dropout="resid_dropout",
     ),
     Family(
         name="Phi-3",
@@ -82,15 +82,15 @@ FAMILIES = (
         attention="Gemma2Attention",
         soft_cap="attn_logit_softcapping",
         settings=(*SETTINGS, "query_pre_attn_scalar", "attn_logit_softcapping"),
-        norm_after=True,
+        post_norm=True,
     ),
-    # Gemma 3 has the field of the soft cap and does not read it.
+    # Gemma 3's configuration has the field of the soft cap, but its attention does not read it.
     Family(
         name="Gemma 3",
         attention="Gemma3Attention",
         settings=(*SETTINGS, "query_pre_attn_scalar", "rope_local_base_freq"),
         norms=True,
-        norm_after=True,
+        post_norm=True,
     ),
 )
 
@@ -100,8 +100,8 @@ def random_model(
 ) -> nn.Module:
     """Return a causal language model of a family (`"Qwen3"`, `"Llama"`) for up to `max_length` tokens.
 
-    Matrices are normal with std 0.02, norms are one, the embedding is the output's matrix too. `sizes` are fields of
-    the family's configuration. Weights are drawn from `generator`; global generators are left alone.
+    Matrices are drawn from `generator`, normal with std 0.02; norms are one; embedding and output are tied. `sizes` are
+    fields of the family's configuration. Global random generators do not change.
     """
     import transformers
 

@@ -1,4 +1,4 @@
-"""Folders of transformers' models for the commands: a `TransformersFolder` opens one, `freeze_folder` freezes it."""
+"""Model folders of transformers for the command line: `TransformersFolder` opens one, `freeze_folder` freezes it."""
 
 import shutil
 from collections.abc import Callable, Iterator
@@ -27,9 +27,9 @@ from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.freeze_checkpoint import CheckpointFreezing, Countdown, check_new, freeze_opened
 from saf.freeze_report import FreezeReport
 from saf.heldout import halves, heal_and_compare
-from saf.hf.adapter import mark_of
+from saf.hf.adapter import config_entry
 from saf.hf.families import FAMILIES
-from saf.hf.pretrained import CAUSAL, watch_folders
+from saf.hf.pretrained import CAUSAL, patch_pretrained
 from saf.machine import device_name, pick_device
 from saf.models.adapter import adapter_for
 from saf.opening import Encoder, OpenedModel, folder_hash, weight_files
@@ -40,33 +40,35 @@ from saf.tasks.base import PARENT, precision_in_use
 from saf.tasks.text import heldout_batches
 
 RECORD = "freezing.json"
-"""The file in which `saf freeze` records settings and provenance."""
+"""The file with the settings and hashes of `saf freeze`."""
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
     *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
 )
-"""Files that `saf freeze` copies from one folder into the other as they are."""
+"""Files that `saf freeze` copies into the new folder unchanged."""
 
 
 @dataclass(frozen=True)
 class TransformersFolder:
-    """A causal language model of transformers: `name` opens it, `folder` holds its files."""
+    """A causal language model of transformers: `name` is a path or a name on the hub, `folder` has its files."""
 
     name: str
     folder: Path
 
     @classmethod
     def find(cls, path: Path) -> "TransformersFolder":
-        """Return the model in a folder, or of a name on the hub; raise InputError where no causal LM is there."""
+        """Return the model in a folder or on the hub; raise InputError where there is no causal language model."""
         if path.is_dir():
             if not weight_files(path):
                 raise InputError(f"{path} has a config.json but no weights, model.safetensors or shards; save it again")
             source = cls(str(path), path)
         else:
-            with _raising(InputError, f"{path} must be a checkpoint, a run, a model's folder or its name on the hub"):
+            with _translate_errors(
+                InputError, f"{path} must be a checkpoint, a run, a model's folder or its name on the hub"
+            ):
                 file = cached_file(str(path), "config.json")
             source = cls(str(path), Path(str(file)).parent)
-            for name in TOKENIZER_FILES:  # `data` reads them in the folder, and `freeze_folder` copies them
+            for name in TOKENIZER_FILES:  # `data` reads these files, and `freeze_folder` copies them
                 cached_file(str(path), name, _raise_exceptions_for_missing_entries=False)
         architectures = read_json(source.folder / "config.json").get("architectures") or []
         if architectures and not any(name.endswith(CAUSAL) for name in architectures):
@@ -80,19 +82,19 @@ class TransformersFolder:
 
     @property
     def parent(self) -> str | None:
-        """The hash of the model that `saf freeze` froze into this folder; None for others, and once it has changed."""
+        """The hash of the model that `saf freeze` read; None for other folders, and once the folder has changed."""
         record = read_json(self.folder / RECORD) if (self.folder / RECORD).is_file() else {}
         return record["provenance"]["checkpoints"][PARENT] if record.get("model") == self.hash else None
 
     def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-        """Open the model with its frozen heads, without attention dropout, in the dtype of its files by default.
+        """Open the model with its frozen heads and without attention dropout, by default in the dtype of its files.
 
-        Raises CheckpointError where weights are missing from its files.
+        Raises CheckpointError where its files miss weights.
         """
         options: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
         options |= {} if dtype is None else {"dtype": dtype}
-        watch_folders()
-        with _raising(CheckpointError, f"transformers cannot open {self.name}"):
+        patch_pretrained()
+        with _translate_errors(CheckpointError, f"transformers cannot open {self.name}"):
             opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **options)
         model, info = opened
         if missing := sorted(info["missing_keys"]):
@@ -103,40 +105,41 @@ class TransformersFolder:
 
     def config(self) -> Any:
         """Open the configuration; raise CheckpointError where transformers cannot."""
-        with _raising(CheckpointError, f"transformers cannot open {self.name}"):
+        with _translate_errors(CheckpointError, f"transformers cannot open {self.name}"):
             return AutoConfig.from_pretrained(self.name)
 
     def attention_dropout(self) -> dict[str, float]:
-        """Return the rates above 0 of attention dropout in the configuration, by their fields."""
+        """Return the configuration's rates of attention dropout above 0, by field."""
         config, fields = self.config(), sorted({family.dropout_setting for family in FAMILIES})
         return {field: rate for field in fields if (rate := getattr(config, field, 0.0))}
 
     def encoder(self, data: TokenData | None = None) -> Encoder:
         """Open the model's tokenizer; raise DataError where transformers finds none."""
-        with _raising(DataError, f"{self.name} has no tokenizer; copy it into the model's folder"):
+        with _translate_errors(DataError, f"{self.name} has no tokenizer; copy it into the model's folder"):
             tokenizer: Any = AutoTokenizer.from_pretrained(self.name)
         bos = tokenizer.bos_token_id
-        first = tokenizer.eos_token_id if bos is None else bos
-        bare = partial(tokenizer.encode, add_special_tokens=False)
-        whole = tokenizer.encode("a")
-        added = whole[: whole.index(bare("a")[0])]  # before a text alone: a context goes on
-        return Encoder(lambda text: [*added, *bare(text)], bare, first, bos)
+        first_token = tokenizer.eos_token_id if bos is None else bos
+        encode_plain = partial(tokenizer.encode, add_special_tokens=False)
+        sample = tokenizer.encode("a")
+        # Special tokens before a text only: those behind it would separate a context from its continuation.
+        prefix = sample[: sample.index(encode_plain("a")[0])]
+        return Encoder(lambda text: [*prefix, *encode_plain(text)], encode_plain, first_token, bos)
 
     def data(self, path: Path | None) -> TokenData:
-        """Open prepared data whose tokenizer is the model's, or plain text, which that tokenizer reads.
+        """Open prepared data of the model's tokenizer, or a file of text, to be encoded by it.
 
-        Raises InputError without such data, DataError for another tokenizer or none.
+        Raises InputError without a path, DataError for data of another tokenizer, or a model without one.
         """
         advice = f"`saf data prepare TEXT --tokenizer {self.folder} --out DATA`"
         if path is None:
-            raise InputError(f"{self.name} needs --data: a file of text, or a folder made by {advice}")
-        own = Tokenizer.load(self.folder)
+            raise InputError(f"{self.name} needs --data: a file of text, or a folder by {advice}")
+        tokenizer = Tokenizer.load(self.folder)
         if path.is_file():
-            return TextData(path, own)
+            return TextData(path, tokenizer)
         data = TokenData.open(path)
-        if not own.same(data.tokenizer()):
+        if not tokenizer.same(data.tokenizer()):
             raise DataError(
-                f"{path} must be of the tokenizer of {self.name}, {own.fingerprint[:12]}, got "
+                f"{path} must have the tokenizer of {self.name}, {tokenizer.fingerprint[:12]}, got "
                 f"{data.tokenizer_hash[:12]}; prepare the text again by {advice}"
             )
         return data
@@ -145,22 +148,22 @@ class TransformersFolder:
 def freeze_folder(
     settings: CheckpointFreezing, *, say: Callable[[str], Any], countdown: Countdown
 ) -> tuple[FreezeReport, str, str]:
-    """Freeze heads of a model in a folder and write another folder; return the report and the hashes of both.
+    """Freeze heads of a model in a folder and write a new folder; return the report, the new hash and the old one.
 
-    The new folder has what `save_pretrained` writes, the tokenizer's files, the event and `RECORD`.
+    The new folder has the files of `save_pretrained` and of the tokenizer, the freezing event and `RECORD`.
 
     Raises:
         CheckpointError: The model's files are damaged, or `out` exists.
-        InputError: No model is there, or settings that it cannot be frozen with.
-        UnsupportedError: A model of a family without an adapter.
+        InputError: There is no model, or the settings do not fit it.
+        UnsupportedError: The model is of an unsupported family.
     """
     source, data = _source(settings)
     config, device = settings.config, pick_device(settings.device)
-    bos = source.encoder().beginning(source.name) if settings.bos else None
-    dtype = torch.float32 if settings.heal is not None else None  # weights of 16 bits would not train
+    bos = source.encoder().require_bos(source.name) if settings.bos else None
+    dtype = torch.float32 if settings.heal is not None else None  # 16-bit weights round small updates away
     model: Any = source.model(device, dtype)
-    parent = source.hash  # only now: opening a model of the hub downloads its files
-    adapter_for(model)
+    parent = source.hash  # after opening, which downloads a model of the hub
+    adapter_for(model)  # refuses unsupported families before data are read
     precision = precision_in_use(model, settings.precision)
     for field, rate in source.attention_dropout().items():
         say(f"frozen heads have no attention dropout: {field} was {rate:g} and is 0 in {settings.out}")
@@ -170,14 +173,14 @@ def freeze_folder(
     batches = [list(each.split(settings.batch_size)) for each in (calibration, heldout)]
     accept = settings.accept_loss or settings.heal is not None
     report = freeze_opened(settings, model, *batches, say=say, countdown=countdown, accept_loss=accept)
-    mark: Any = mark_of(model.config)
-    mark["events"][-1] |= {"data": data.folder.resolve().name, "bos": bos}
+    entry: Any = config_entry(model.config)
+    entry["events"][-1] |= {"data": data.folder.resolve().name, "bos": bos}
     if settings.heal is not None:
         options: dict[str, Any] = {"accept_loss": settings.accept_loss, "precision": settings.precision}
         text = halves(batches[1])[1] if config.jointly else batches[1]
         twin, progress = source.model(device, dtype), countdown("healing", "updates")
         healing = heal_and_compare(model, twin, training, text, progress=progress, **options)
-        report, mark["events"][-1]["healing"] = replace(report, healing=healing), asdict(healing)
+        report, entry["events"][-1]["healing"] = replace(report, healing=healing), asdict(healing)
         model.to(source.config().dtype or torch.float32)
     if settings.finalize:
         finalize_(model)
@@ -196,7 +199,7 @@ def freeze_folder(
 
 
 def _source(settings: CheckpointFreezing) -> tuple[TransformersFolder, TokenData]:
-    """Return the model's folder and the text; raise InputError where a folder has not what the score reads."""
+    """Return the model's folder and the text; raise InputError where they have no inputs for the score."""
     check_new(settings)
     if "gradient" in settings.config.needs:
         raise InputError("a model's folder holds no average of Q/K gradients; choose another score")
@@ -210,9 +213,9 @@ def _source(settings: CheckpointFreezing) -> tuple[TransformersFolder, TokenData
 
 
 def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return windows to calibrate on, held-out ones `[N, length]`, and those to heal on; of plain text disjoint ones.
+    """Return calibration, held-out and healing windows, each `[N, length]`, from text that does not overlap.
 
-    Prepared data have partitions for each; their windows to heal on have a token more.
+    Healing windows of prepared data are one token longer.
     """
     count, seed = settings.sequences, settings.calibration_seed or 0
     heal = 0 if settings.heal is None else max(1, settings.heal // length)
@@ -221,7 +224,7 @@ def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tupl
     held = settings.heldout_count((data.num_tokens("controller") - 1) // length, length)
     calibration = calibration_windows(data, length=length, count=count, seed=seed)
     heldout = torch.cat(heldout_batches(data, length=length, count=held, batch_size=held))
-    if settings.config.jointly:  # of many documents: heads chosen on one kind of text fail on others
+    if settings.config.jointly:  # spread over all documents: heads chosen on one kind of text fail on others
         every = sequential_windows(data.tokens("controller"), length)[:, :-1]
         heldout = every[torch.linspace(0, len(every) - 1, held).long()]
     training = shuffled_windows(data.tokens("train"), 0, heal, length=length, seed=seed) if heal else heldout[:0]
@@ -231,7 +234,7 @@ def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tupl
 def _windows_of_text(
     settings: CheckpointFreezing, data: TextData, length: int, heal: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same of plain text, of which each window serves once; those to heal on may be read several times."""
+    """Return the windows of `_windows` from one file of text; healing windows repeat where the text is short."""
     count, seed, tokens = settings.sequences, settings.calibration_seed or 0, data.num_tokens("train")
     total = tokens // length
     held = settings.heldout_count(total - count, length)
@@ -249,7 +252,7 @@ def _windows_of_text(
 
 
 def _write(out: Path, model: Any, source: TransformersFolder, report: FreezeReport, record: dict[str, Any]) -> None:
-    """Write a frozen model's folder whole."""
+    """Write a frozen model's folder, or nothing where writing fails."""
     with new_folder(out) as folder:
         model.save_pretrained(folder)
         for name in TOKENIZER_FILES:
@@ -261,8 +264,8 @@ def _write(out: Path, model: Any, source: TransformersFolder, report: FreezeRepo
 
 
 @contextmanager
-def _raising(kind: type[SafError], problem: str) -> Iterator[None]:
-    """Raise an error of this project in place of those by which transformers refuses files."""
+def _translate_errors(kind: type[SafError], problem: str) -> Iterator[None]:
+    """Raise errors of transformers about files as errors of `kind`."""
     try:
         yield
     except SafError:

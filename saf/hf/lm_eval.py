@@ -1,6 +1,6 @@
-"""lm-evaluation-harness on a model in memory: its tasks, prompts and metrics, this project's forward passes.
+"""Zero-shot tasks by lm-evaluation-harness, for a model in memory: its prompts and metrics, our forward passes.
 
-`ask` gives the paper's five tasks to an opened model; `ExactLengthModel` answers lm-eval's requests and never pads.
+`ask` returns the answers of an opened model. `ExactLengthModel` answers lm-eval's requests in batches without padding.
 """
 
 import logging
@@ -29,7 +29,7 @@ from saf.tasks.zero_shot import ZERO_SHOT, TaskAnswers, TaskName, TooLong, read_
 Request = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation as text, then each as tokens."""
 Progress = Callable[[str, int, int], None]
-"""Called with a task's name, the number of its requests that are answered, and their total."""
+"""A callback with a task's name, the number of its answered requests, and their total."""
 
 
 def ask(
@@ -48,11 +48,11 @@ def answer_tasks(
     lm: "ExactLengthModel", names: Sequence[TaskName], *, folder: Path | None = None, questions: int | None = None,
     progress: Progress | None = None,
 ) -> dict[str, TaskAnswers]:  # fmt: skip
-    """Return a model's answers to the tasks named, to the first `questions` of each.
+    """Return a model's answers by task, to the first `questions` of each task.
 
-    Questions are those of the tasks' public files in `folder`, or of the hub. `progress` is called before a task's
-    first request and after each batch. Raises DataError where a file is missing or damaged, or the hub cannot be
-    reached, InputError for a question that is longer than the model takes.
+    Questions come from the tasks' public files in `folder`, or from the hub. `progress` is called before a task's first
+    request and after each batch. Raises DataError where a file is missing or damaged, or the hub cannot be reached;
+    InputError for a question that is too long for the model.
     """
     tasks, sources = _tasks(names, folder, questions)
     answers = {}
@@ -72,11 +72,11 @@ def answer_tasks(
 
 
 class ExactLengthModel(TemplateLM):
-    """Answers lm-eval's requests for likelihoods by batches of one exact length.
+    """Compute the likelihoods that lm-eval requests, in batches of inputs of equal length.
 
-    lm-eval tokenises a context with its continuation, and splits the tokens after the context's own. With
-    `too_long="cut"` long contexts lose tokens at their beginning. `longest` limits the tokens of an input below what
-    the model takes.
+    lm-eval tokenises a context together with its continuation, and splits them at the length of the context alone.
+    With `too_long="cut"` long contexts lose tokens at their beginning. `longest` sets a lower limit of an input's
+    tokens than the model's own.
     """
 
     def __init__(
@@ -87,32 +87,32 @@ class ExactLengthModel(TemplateLM):
         self.model, self.encoder = model, encoder
         self.batch_size, self.precision = batch_size, precision
         self.progress: Callable[[int, int], None] | None = None
-        """Called with (requests answered, requests) of a task."""
+        """A callback with the number of answered requests of a task, and their total."""
         self.too_long: TooLong = too_long
         self.longest = min(filter(None, (longest, longest_input(model))), default=None)
         self.cut: set[tuple[str, str]] = set()
-        """Requests whose context was cut, as text."""
+        """Context and continuation of the requests whose context was cut."""
 
     @property
     def eot_token_id(self) -> int:
-        """The token before a continuation without a context."""
-        if self.encoder.first is None:
+        """The token before a continuation that has no context."""
+        if self.encoder.first_token is None:
             raise UnsupportedError("this request has no context, and the model's tokenizer has no token to begin with")
-        return self.encoder.first
+        return self.encoder.first_token
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
-        return self.encoder.bare(string) if add_special_tokens is False else self.encoder.encode(string)
+        return self.encoder.encode_plain(string) if add_special_tokens is False else self.encoder.encode(string)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
-        """Return log-probability and greediness of each request, in order."""
+        """Return for each request its log-probability, and whether greedy decoding yields its continuation."""
         continuations = [self._fitted(*request) for request in requests]
         options = {"batch_size": self.batch_size, "precision": self.precision, "progress": self.progress}
         return [(each.log_prob, each.greedy) for each in likelihoods(self.model, continuations, **options)]
 
     def _fitted(self, text: tuple[str, str], context: list[int], tokens: list[int]) -> Continuation:
-        """Return a request that the model takes; raise InputError for a choice, or uncut question, that is too long."""
+        """Return a request cut to the model's length; raise InputError where it may not or cannot be cut."""
         request = Continuation(tuple(context), tuple(tokens))
         if self.longest is None or len(request.inputs) <= self.longest:
             return request
@@ -136,7 +136,7 @@ class ExactLengthModel(TemplateLM):
 def _tasks(
     names: Sequence[TaskName], folder: Path | None, limit: int | None
 ) -> tuple[dict[str, Any], dict[str, dict[str, str]]]:
-    """Return lm-eval's tasks by name, with the questions of files where there is a folder, and their sources."""
+    """Return lm-eval's tasks by name, with questions from files where a folder is named, and the questions' sources."""
     definitions = Path(lm_eval.__file__).parent / "tasks"
     # The folders named, not all of lm-eval's: its index of 15,000 files takes ten seconds.
     include: list[str | Path] = [definitions / ZERO_SHOT[name].definition for name in names]

@@ -1,8 +1,8 @@
-"""`save_pretrained` and `from_pretrained` of models with frozen heads: weights, `saf.json`, `saf.safetensors`, card.
+"""`patch_pretrained` lets `save_pretrained`, `from_pretrained` and `push_to_hub` of transformers handle frozen heads.
 
-`watch_folders` wraps these methods of `PreTrainedModel`. transformers builds a model from its configuration, without
-weights, then fills it: a frozen head has no rows of queries and keys, so the empty model is cut to the shapes of the
-file in between, and gets its heads once it is filled. `section` is the part of the README about the heads.
+A saved folder has the weights, `saf.json` and `saf.safetensors`, and a section about the heads in its README.
+transformers builds an empty model from the configuration and then loads weights into it. As frozen heads have no query
+and key rows, the empty model's projections are resized in between, and its heads are restored after loading.
 """
 
 import copy
@@ -33,7 +33,7 @@ from saf.frozen_state import (
 )
 from saf.heads import EDITED, HeadLayout, HeadSet
 from saf.heldout import perplexity_rise
-from saf.hf.adapter import TransformersAdapter, mark_of, unmark_
+from saf.hf.adapter import TransformersAdapter, config_entry, remove_config_entry_
 from saf.hf.attention import NAME, HeadState, state_of
 from saf.models.adapter import Adapter, adapter_for
 from saf.ops.frozen_heads import LAYOUT, compare_layouts
@@ -42,56 +42,56 @@ from saf.records.run import heads_in_words
 from saf.records.table import signed
 
 CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""How names of models that predict the next token end."""
+"""Suffixes of the class names of causal language models."""
 CARD = "README.md"
 _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 """Arguments of `from_pretrained` that locate files."""
 
 
 @cache
-def watch_folders() -> None:
-    """Let models of transformers open and save folders with frozen heads, from now on."""
-    methods: Any = vars(PreTrainedModel)
-    own: Any = PreTrainedModel
-    own.from_pretrained = classmethod(_opening(methods["from_pretrained"].__func__))
-    own.save_pretrained = _saving(methods["save_pretrained"])
-    own._upload_modified_files = _uploading(own._upload_modified_files)
+def patch_pretrained() -> None:
+    """Wrap the methods of `PreTrainedModel` that open, save and upload folders; further calls do nothing."""
+    base: Any = PreTrainedModel
+    base.from_pretrained = classmethod(_wrap_open(vars(base)["from_pretrained"].__func__))
+    base.save_pretrained = _wrap_save(base.save_pretrained)
+    base._upload_modified_files = _wrap_upload(base._upload_modified_files)
 
 
 # --- saving
 
 
-def _saving(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_save(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(ordinary)
     def save_pretrained(
         self: Any, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
     ) -> Any:
-        """Save a model with its heads."""
-        folder, adapter = Path(save_directory), _edited(self)
+        """Save a model as transformers does, and the files about its heads."""
+        folder, adapter = Path(save_directory), _edited_adapter(self)
         if adapter is not None and is_main_process and not folder.is_file():
-            if mark_of(self.config) is None:  # the heads of a part of this model were frozen
-                self.config.saf = mark_of(adapter.sites()[0].attention.config)
+            if config_entry(self.config) is None:  # heads were frozen in a submodel with its own configuration
+                self.config.saf = config_entry(adapter.sites()[0].attention.config)
             check_savable(adapter)
             state, tensors = description_of(adapter, checksums=True)
             with new_files(folder) as new:
                 write_description(new, state, tensors)
             write_section(folder, section(adapter))
-        elif adapter is None and mark_of(self.config) is not None and not _saves_adapters(self):
-            self.config = copy.deepcopy(self.config)  # that of a model with heads, from which this one was built
-            unmark_(self.config)
+        elif adapter is None and config_entry(self.config) is not None and not _saves_adapters(self):
+            self.config = copy.deepcopy(self.config)  # another model with frozen heads may use it
+            remove_config_entry_(self.config)
         return ordinary(self, save_directory, is_main_process, *rest, **options)
 
     return save_pretrained
 
 
-def _uploading(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_upload(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(ordinary)
     def _upload_modified_files(
         self: Any, working_dir: Any, repo_id: str, files_timestamps: dict[str, float], **options: Any
     ) -> Any:
-        """Upload the files about heads, too, and their section in the card that transformers has just written."""
-        if (adapter := _edited(self)) is not None:
+        """Upload the files about heads too, with their section in the card that transformers has just written."""
+        if (adapter := _edited_adapter(self)) is not None:
             write_section(Path(working_dir), section(adapter))
+            # Files without an old timestamp count as modified.
             times = files_timestamps.items()
             files_timestamps = {name: time for name, time in times if name not in (STATE_FILE, TENSORS_FILE, CARD)}
         return ordinary(self, working_dir, repo_id, files_timestamps, **options)
@@ -100,12 +100,12 @@ def _uploading(ordinary: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _saves_adapters(model: Any) -> bool:
-    """Return whether saving a model writes its adapters of peft alone."""
+    """Return whether `save_pretrained` of a model writes only its peft adapters."""
     return getattr(model, "_hf_peft_config_loaded", False)
 
 
-def _edited(model: Any) -> Adapter | None:
-    """Return the adapter of a model with edited heads; None for any other, and where peft's alone are saved."""
+def _edited_adapter(model: Any) -> Adapter | None:
+    """Return the adapter of a model with edited heads; None for others, and where only peft adapters are saved."""
     states = (module for module in model.modules() if isinstance(module, HeadState))
     ordinary = _saves_adapters(model) or all(state.layout.ordinary for state in states)
     return None if ordinary else TransformersAdapter.of(model)
@@ -114,50 +114,50 @@ def _edited(model: Any) -> Adapter | None:
 # --- opening
 
 
-def _opening(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_open(ordinary: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(ordinary)
     def from_pretrained(cls: Any, name: Any, *model_args: Any, config: Any = None, **options: Any) -> Any:
-        """Open a folder with frozen heads with them, and any other one as before."""
-        places = {each: options[each] for each in _HUB if options.get(each) is not None}
+        """Open a model with its frozen heads, and any other as transformers does."""
+        hub = {option: options[option] for option in _HUB if options.get(option) is not None}
         gguf = options.get("gguf_file") is not None
-        if name is None or gguf or not _is_marked(cls, name if config is None else config, places):
+        if name is None or gguf or not _has_heads(cls, name if config is None else config, hub):
             return ordinary(cls, name, *model_args, config=config, **options)
         if options.get("quantization_config") is not None:
             raise UnsupportedError("a folder with frozen heads opens in its own weights; quantise the open model")
         if "_adapter_model_path" in (options.get("adapter_kwargs") or {}):
             raise UnsupportedError(f"open {name} first, whose heads are frozen, then PeftModel.from_pretrained")
         with_info = options.pop("output_loading_info", False)
-        state, tensors = read_description(_folder(name, places))
-        shaped = _shaped(cls, state)
-        opened = ordinary(shaped, name, *model_args, config=config, output_loading_info=True, **options)
+        state, tensors = read_description(_folder(name, hub))
+        resized = _resized_class(cls, state)
+        opened = ordinary(resized, name, *model_args, config=config, output_loading_info=True, **options)
         model, info = opened
         if any(key.endswith(f".{NAME}.{LAYOUT}") for key in info["missing_keys"]):
-            saved = next(iter(model.config.architectures or ()), "another class")
-            raise UnsupportedError(f"{cls.__name__} names its layers otherwise: open {name} by {saved}")
+            saved_as = next(iter(model.config.architectures or ()), "another class")
+            raise UnsupportedError(f"{cls.__name__} names its layers otherwise: open {name} by {saved_as}")
         model.__class__ = cls
-        _adopt_(model, state, tensors)
+        _restore_heads_(model, state, tensors)
         return opened if with_info else model
 
     return from_pretrained
 
 
-def _is_marked(cls: Any, config: Any, places: dict[str, Any]) -> bool:
-    """Return whether a configuration, or that of a named folder, has frozen or pruned heads."""
+def _has_heads(cls: Any, config: Any, hub: dict[str, Any]) -> bool:
+    """Return whether a configuration, or the config.json of a folder, records frozen or pruned heads."""
     if not isinstance(config, str | Path):
-        return mark_of(config) is not None
+        return config_entry(config) is not None
     if cls.config_class is None:
         return False
     try:
-        values, _ = cls.config_class.get_config_dict(config, **places)
-    except OSError:  # a folder of an adapter of peft, or nothing, which the ordinary method says
+        values, _ = cls.config_class.get_config_dict(config, **hub)
+    except OSError:  # a folder of a peft adapter, or none, which the original method reports
         return False
     return values.get("saf") is not None
 
 
-def _folder(name: Any, places: dict[str, Any]) -> Path:
-    """Return the folder on this machine with both files about the heads of a model; raise where one is missing."""
-    places = places | {"_raise_exceptions_for_missing_entries": False}
-    files = [cached_file(name, each, **places) for each in (STATE_FILE, TENSORS_FILE)]
+def _folder(name: Any, hub: dict[str, Any]) -> Path:
+    """Return the local folder with both files about a model's heads; raise CheckpointError where one is missing."""
+    hub = hub | {"_raise_exceptions_for_missing_entries": False}
+    files = [cached_file(name, file, **hub) for file in (STATE_FILE, TENSORS_FILE)]
     if None in files:
         raise CheckpointError(
             f"{name} must hold {STATE_FILE} and {TENSORS_FILE}, as its configuration has frozen heads: copy them"
@@ -165,13 +165,13 @@ def _folder(name: Any, places: dict[str, Any]) -> Path:
     return Path(str(files[0])).parent
 
 
-def _shaped(cls: Any, state: dict[str, Any]) -> Any:
-    """Return a subclass whose models are built with the shapes of a description, for the time of opening one."""
+def _resized_class(cls: Any, state: dict[str, Any]) -> Any:
+    """Return a subclass of a model's class whose projections have the shapes of `saf.json`; it serves for loading."""
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         cls.__init__(self, *arguments, **options)
         for site, layout in resize_(self, state):
-            holder = torch.nn.Module()  # of the layout in the file, compared in `_adopt_`
+            holder = torch.nn.Module()  # receives the layout in the weights' file, which `_restore_heads_` compares
             holder.register_buffer(LAYOUT, torch.empty(layout.num_heads, 2, dtype=torch.int64))
             site.attention.register_module(NAME, holder)
 
@@ -179,8 +179,8 @@ def _shaped(cls: Any, state: dict[str, Any]) -> Any:
     return type(cls.__name__, (cls,), names | {"__init__": init})
 
 
-def _adopt_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Give a filled model its heads; raise CheckpointError where its weights are of others."""
+def _restore_heads_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Restore the heads of a model with loaded weights; raise CheckpointError where the weights have other heads."""
     sites: list[Any] = list(adapter_for(model).sites())
     if any(weight.is_meta for site in sites for weight, _ in site.projections().values()):
         raise UnsupportedError("attention layers with frozen heads must not be offloaded: give them devices")
@@ -206,7 +206,7 @@ _MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
 
 
 def section(adapter: Adapter) -> str:
-    """Return the model card's section about the heads, in Markdown; drop events all of whose heads were undone."""
+    """Return the model card's section about the heads, in Markdown, and drop events without remaining heads."""
     layouts = [site.layout for site in adapter.sites()]
     total = sum(layout.num_heads for layout in layouts)
     counts = {kind: len(adapter.heads(kind)) for kind in _MARKS}
@@ -215,9 +215,9 @@ def section(adapter: Adapter) -> str:
     rows = "\n".join(f"layer {number:3d}  {_map(layout)}" for number, layout in enumerate(layouts))
     name = type(adapter.model).__name__
     opens = "AutoModelForCausalLM" if name.endswith(CAUSAL) else name
-    mark = mark_of(adapter.sites()[0].attention.config) or {"events": []}
-    mark["events"] = _current_events(mark["events"], adapter.heads(*EDITED))
-    events = "".join(f"- {_event_line(event)}\n" for event in mark["events"])
+    entry = config_entry(adapter.sites()[0].attention.config) or {"events": []}
+    entry["events"] = _current_events(entry["events"], adapter.heads(*EDITED))
+    events = "".join(f"- {_event_line(event)}\n" for event in entry["events"])
     return (
         f"## Frozen attention heads\n\nOf its {total} attention heads this model has {heads_in_words(counts)}, a share "
         f"of {(total - counts['live']) / total:.1%}.{limit} This opens the folder:\n\n"
@@ -228,13 +228,16 @@ def section(adapter: Adapter) -> str:
 
 
 def _map(layout: HeadLayout) -> str:
-    """Return one character for each head of a layer."""
+    """Return the map of a layer's heads, one character each."""
     marks = {head: mark for kind, mark in _MARKS.items() for head in getattr(layout, kind)}
     return "".join(marks[head] for head in range(layout.num_heads))
 
 
 def _current_events(events: list[dict[str, Any]], edited: HeadSet) -> list[dict[str, Any]]:
-    """Return the events some of whose heads are edited still, with their number as `remaining`."""
+    """Return the events with heads that are still edited, their number as `remaining`.
+
+    A head that was frozen, undone and frozen again counts for its last event.
+    """
     current = []
     for event in reversed(events):
         heads = edited & HeadSet(event["heads"])
@@ -245,7 +248,7 @@ def _current_events(events: list[dict[str, Any]], edited: HeadSet) -> list[dict[
 
 
 def _event_line(event: dict[str, Any]) -> str:
-    """Return a line about an event that froze or pruned heads."""
+    """Return the line of the model card about one event."""
     count = len(event["heads"])
     chosen = "as named" if event.get("named") else f"by {event['score_name']}"
     patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
@@ -270,18 +273,18 @@ def _event_line(event: dict[str, Any]) -> str:
 
 
 def write_section(folder: Path, text: str) -> None:
-    """Replace the section about frozen heads in a folder's model card, or add it at its end."""
-    path, whole = folder / CARD, f"{_BEGIN}\n{text}{_END}\n"
+    """Replace the section about frozen heads in a folder's model card, or append it."""
+    path, new = folder / CARD, f"{_BEGIN}\n{text}{_END}\n"
     card = path.read_text(encoding="utf-8") if path.is_file() else _NEW_CARD
     match = _SECTION.search(card)
-    card = f"{card.rstrip()}\n\n{whole}" if match is None else card.replace(match[0], whole)
+    card = f"{card.rstrip()}\n\n{new}" if match is None else card.replace(match[0], new)
     write_atomically(path, card.encode())
 
 
 def record_cost_(folder: Path, line: str) -> None:
-    """Write the cost of freezing into the section of a folder's model card; raise InputError where it has none.
+    """Write the cost of freezing into the model card's section; raise InputError where the card has no section.
 
-    Saving the model again leaves the line out: its weights may be others.
+    Saving the model again drops the line, as its weights may have changed.
     """
     path = folder / CARD
     match = _SECTION.search(path.read_text(encoding="utf-8")) if path.is_file() else None

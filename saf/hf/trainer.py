@@ -1,10 +1,10 @@
 """`FreezeCallback` freezes heads by a schedule while a `Trainer` of transformers trains.
 
-Schedules and events are those of `saf pretrain` (`saf.train.events`). An event comes between two updates, after the
-checkpoint of the state before it: a run that resumes there meets the event again.
+Schedules and events are those of `saf pretrain` (`saf.train.events`). An event runs between two updates, after the
+checkpoint of the first one. A run that resumes from that checkpoint repeats the event.
 
-A Trainer hands callbacks neither itself nor the checkpoints that it loads, so `join_trainers` wraps methods of
-`Trainer`: those that load checkpoints, and those that push a model to a hub.
+A Trainer passes callbacks neither itself nor the checkpoints that it loads. `patch_trainer` therefore wraps the methods
+of `Trainer` that train, load checkpoints, and push a model to a hub.
 """
 
 import gc
@@ -32,7 +32,7 @@ from saf.freeze_config import FreezeConfig, check_heads
 from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, restore_
 from saf.heads import EDITED
 from saf.heldout import heldout_loss
-from saf.hf.adapter import mark_of
+from saf.hf.adapter import config_entry
 from saf.hf.attention import NAME, state_of
 from saf.hf.pretrained import section, write_section
 from saf.machine import Execution
@@ -48,13 +48,13 @@ logger = logging.getLogger(__name__)
 
 
 class FreezeCallback(TrainerCallback, ExportableState):
-    """Freezes heads of the model that a `Trainer` trains, by a schedule; the optimiser's state follows.
+    """Freeze heads of a `Trainer`'s model by a schedule, and edit the optimiser's state with them.
 
     >>> callback = FreezeCallback(FreezeConfig(rate=0.25), [torch.ones(2, 8, dtype=torch.long)], OneTime(at=0.5))
 
-    Checkpoints are complete: `save_pretrained` writes weights, layout, patterns and removed rows, trainer_state.json
-    holds the schedule's state. `train(resume_from_checkpoint=...)` takes any of them with the model that training began
-    with, and `load_best_model_at_end` loads the best one's heads.
+    Checkpoints are complete: `save_pretrained` writes weights, layout, patterns and removed rows, and
+    trainer_state.json has the schedule's state. Build the model as at the start and resume from any checkpoint by
+    `train(resume_from_checkpoint=...)`. `load_best_model_at_end` restores the best checkpoint's heads too.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             heldout: Sequences in the same forms, for `ValidationBudget`, joint cost and scores that read outputs. With
                 them the losses before and after each event are logged, and in the model card.
             accept_loss: Keep an event after the last update that raises perplexity on `heldout` by more than 5%.
-                Otherwise `train` raises LossError once everything is saved, and the model stays as it was trained.
+                Otherwise the event is undone, and `train` raises LossError once everything is saved.
         """
         self.config = config
         self.schedule: Schedule = OneTime() if schedule is None else schedule
@@ -86,7 +86,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         decides = isinstance(self.schedule, ValidationBudget) or config.jointly or "outputs" in config.needs
         if decides and not self._heldout:
             raise InputError("this choice of heads reads held-out sequences: give them as heldout=")
-        join_trainers()
+        patch_trainer()
 
     @property
     def events(self) -> list[EventRecord]:
@@ -104,7 +104,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
     # --- what a Trainer calls
 
     def on_train_begin(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
-        """Check model and settings, and start the schedule or take it up where the checkpoint has it."""
+        """Check model and settings, and start the schedule, or continue it from the checkpoint's state."""
         model, optimizer = options["model"], options.get("optimizer")
         execution = Execution(torch.device(args.device), "bf16" if args.bf16 else "fp32", compile=False)
         config: Any = SimpleNamespace(freeze=self.config, schedule=self.schedule)
@@ -115,7 +115,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             if self._run is not None and self._run.events and self._run.model is model:
                 raise InputError("this model was frozen before: pass resume_from_checkpoint=True, or a new callback")
             self._check_choice(model, state.max_steps)
-        # Shares of training stay those of the training that began, whatever max_steps is now.
+        # A resumed schedule's shares refer to the original max_steps.
         updates = state.max_steps if stored is None else stored["updates"]
         layouts = [site.layout for site in adapter_for(model).sites()]
         proposer = start_proposer(config, layouts, updates=updates, state=stored and stored["schedule"])
@@ -131,12 +131,12 @@ class FreezeCallback(TrainerCallback, ExportableState):
             updates=updates,
             updater=SimpleNamespace(optimizer=optimizer, gradient=None),
         )
-        # A checkpoint of training without this callback has no place for its state.
+        # The Trainer saves only states that are entered here; a checkpoint without this callback has no entry.
         callbacks: Any = state.stateful_callbacks
         callbacks.setdefault(type(self).__name__, self.state())
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
-        """Apply the events that are due before an update, after the checkpoint of the one before it."""
+        """Apply the events that are due before an update, after the previous update's checkpoint."""
         self._apply_due_(state.global_step, options["optimizer"])
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
@@ -155,7 +155,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
                 run.refused = error
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Raise the LossError of an event after the last update, now that the Trainer has saved the model."""
+        """Raise the LossError of an event after the last update. The Trainer has saved the model by now."""
         if self._run is not None and self._run.refused is not None:
             raise self._run.refused
 
@@ -167,7 +167,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
     # --- events
 
     def _apply_due_(self, update: int, optimizer: Any) -> None:
-        """Apply the events that the schedule proposes, one after another."""
+        """Apply all events that the schedule proposes at an update."""
         run = self._run
         assert run is not None
         run.updater.optimizer = optimizer
@@ -175,7 +175,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             run.proposer.done(event, self._apply_(run, resolve_event(event, run.config), update))
 
     def _apply_(self, run: "_Run", event: Any, update: int) -> Outcome:
-        """Apply one event, in all processes or in none, and record it with the first process's measurements."""
+        """Apply one event in all processes or in none, and record it with the measurements of rank 0."""
         trainer, before = self.trainer, run.controller_loss(event.batches)
         with all_ranks_or_raise():
             change = apply_event(run, event, guard=run.guard)
@@ -183,12 +183,12 @@ class FreezeCallback(TrainerCallback, ExportableState):
         after = run.controller_loss(event.batches)
         before, after, seconds = on_rank0(lambda: (before, after, change.seconds))
         number, losses = len(run.events) + 1, {"loss_before": before, "loss_after": after}
-        facts = {"number": number, "kind": event.kind, "update": update, "reason": event.reason, "seconds": seconds}
-        values = to_json({**facts, "heads": change.heads.to_list(), **losses})
+        record = {"number": number, "kind": event.kind, "update": update, "reason": event.reason, "seconds": seconds}
+        values = to_json({**record, "heads": change.heads.to_list(), **losses})
         run.events.append(EventRecord(Path(trainer.args.output_dir), values))
-        listed = (mark_of(run.model.config) or {}).get("events", [])
-        if listed and listed[-1]["heads"] == values["heads"]:
-            listed[-1] |= to_json({"update": update, **losses})
+        card_events = (config_entry(run.model.config) or {}).get("events", [])
+        if card_events and card_events[-1]["heads"] == values["heads"]:
+            card_events[-1] |= to_json({"update": update, **losses})
         if trainer.is_world_process_zero():
             logger.info("update %d: %s; held-out loss %.4f before, %.4f after", update, change.summary, before, after)
         counts = {f"{kind}_heads": len(adapter_for(run.model).heads(kind)) for kind in EDITED}
@@ -199,7 +199,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
     # --- checks before training
 
     def _check_trainer(self, args: Any, updates: int) -> None:
-        """Raise InputError or UnsupportedError for arguments under which heads cannot be edited or chosen."""
+        """Raise InputError or UnsupportedError for arguments that do not fit the events or the schedule."""
         trainer, inner = self.trainer, _uncompiled(self.trainer.model_wrapped)
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if sharded or not (inner is trainer.model or isinstance(inner, DistributedDataParallel)):
@@ -210,7 +210,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             raise InputError(f"a {self.schedule.name} schedule reads every loss from the log: set logging_steps=1")
 
     def _check_model(self, model: nn.Module, optimizer: Any) -> None:
-        """Raise InputError or UnsupportedError for a model that cannot be edited, or cannot read the sequences."""
+        """Raise InputError or UnsupportedError for a model that cannot be edited, or sequences that do not fit it."""
         if not isinstance(model, PreTrainedModel):
             raise UnsupportedError(
                 f"checkpoints of a {type(model).__name__} hold adapters alone; merge them first (merge_and_unload)"
@@ -223,21 +223,21 @@ class FreezeCallback(TrainerCallback, ExportableState):
             adapter.check_next_token()
 
     def _check_choice(self, model: nn.Module, updates: int) -> None:
-        """Raise InputError for heads that cannot be chosen, and for rows longer than patterns will cover."""
+        """Raise InputError for heads that cannot be chosen, and for rows longer than the patterns will be."""
         adapter, config = adapter_for(model), self.config
         check_heads(config, [site.layout for site in adapter.sites()], allow_empty=config.asks_for_none)
         if config.heads is not None:
             measurable_heads(adapter, config.heads)
         if config.operation != "freeze" or config.asks_for_none:
             return
-        # The last token of a held-out sequence is a target alone.
+        # The last token of a held-out sequence is a target, no input.
         longest = {"heldout": max((ids.shape[-1] for ids in self._heldout), default=1) - 1}
         if (self.schedule.first_update(updates) or 0) < updates:
             longest["train_dataset"] = _row_length(self.trainer)
         length = self._calibration[0].shape[-1]
-        for name, most in longest.items():
-            if most > length:
-                raise InputError(f"rows of {name} must be at most the calibration's {length} tokens, got {most}")
+        for name, tokens in longest.items():
+            if tokens > length:
+                raise InputError(f"rows of {name} must be at most the calibration's {length} tokens, got {tokens}")
 
     def _stored(self, state: TrainerState) -> dict[str, Any] | None:
         """Return this callback's state in a resumed checkpoint; None where it has none."""
@@ -257,7 +257,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
 @dataclass(kw_only=True)
 class _Run:
-    """A Trainer's training as `saf.train.events` reads it, its `TrainerLike`, and the state of its schedule."""
+    """One call of `Trainer.train`: what `saf.train.events` reads (its `TrainerLike`), and the schedule's state."""
 
     model: nn.Module
     config: Any
@@ -269,17 +269,17 @@ class _Run:
     updates: int
     """Number of updates that the schedule's shares refer to."""
     stepped: bool = False
-    """Whether the optimiser has stepped, so that its state was checked."""
+    """Whether the optimiser's state was checked, after its first step."""
     guard: list[Tensor] | None = None
-    """Sequences on which an event that costs too much is refused; None where training follows."""
+    """Sequences that measure the last event's cost, which may refuse it; None for events that training follows."""
     refused: LossError | None = None
     """The error of an event after the last update, raised once everything is saved."""
 
     def say(self, text: str) -> None:
-        """Drop the text: a Trainer shows its own progress."""
+        """Do nothing: a Trainer prints its own progress."""
 
     def controller_loss(self, batches: int | None) -> float:
-        """Return the mean loss of the held-out sequences, nats a token; NaN without any."""
+        """Return the mean held-out loss in nats per token; NaN without held-out sequences."""
         if not (heldout := self.task.heldout()):
             return float("nan")
         with self.execution.autocast():
@@ -287,12 +287,12 @@ class _Run:
 
 
 def _row_length(trainer: Any) -> int:
-    """Return the tokens of the first training row; 0 where unknown, packed, or cut by a collator of another library."""
+    """Return the length of the first training row; 0 where unknown, packed, or perhaps cut by another collator."""
     if not trainer.data_collator.__module__.startswith("transformers."):
         return 0
     try:
         row = trainer.train_dataset[0]
-    except (TypeError, LookupError, NotImplementedError):  # a stream, or none
+    except (TypeError, LookupError, NotImplementedError):  # an iterable dataset, or an empty one
         return 0
     known = isinstance(row, Mapping) and "position_ids" not in row
     return len(row.get("input_ids", ())) if known else 0
@@ -302,17 +302,17 @@ def _row_length(trainer: Any) -> int:
 
 
 def rewrap_(trainer: Any) -> None:
-    """Fit the wrappers of a Trainer's model to it after heads were edited.
+    """Rebuild the DDP gradient buckets of a Trainer's model after heads were edited, and drop its compiled code.
 
-    The training loop holds the DDP wrapper, so the object stays; its gradient buckets are rebuilt. It need not
-    send tables of frozen heads, and weights that no pass reads have no gradient to wait for.
+    The training loop holds a reference to the DDP wrapper, so the object stays. DDP then ignores buffers of frozen
+    heads, and weights of layers without live heads, which get no gradient.
     """
     wrapper = _uncompiled(trainer.model_wrapped)
     if isinstance(wrapper, DistributedDataParallel):
-        own = getattr(wrapper.module, "_ddp_params_and_buffers_to_ignore", ())
-        wrapper.parameters_to_ignore = {*own, *_idle_tensors(wrapper.module)}
+        ignored = getattr(wrapper.module, "_ddp_params_and_buffers_to_ignore", ())
+        wrapper.parameters_to_ignore = {*ignored, *_unused_tensors(wrapper.module)}
         state = wrapper.__getstate__()
-        # The old buckets watch gradients of the old shapes until they are gone, and a graph may hold them in a cycle.
+        # The old reducer's hooks expect gradients of the old shapes until it is freed; a reference cycle may hold it.
         del wrapper.reducer, wrapper.logger
         gc.collect()
         wrapper.__setstate__(state)
@@ -323,16 +323,16 @@ def rewrap_(trainer: Any) -> None:
         torch.compiler.reset()
 
 
-def _idle_tensors(model: nn.Module) -> Iterator[str]:
-    """Yield the names of frozen heads' buffers, and of queries' and keys' weights in layers without live heads."""
+def _unused_tensors(model: nn.Module) -> Iterator[str]:
+    """Yield the names of frozen heads' buffers, and of parameters that layers without live heads do not use."""
     for name, module in model.named_modules():
         if (state := state_of(module)) is None:
             continue
         yield from (f"{name}.{NAME}.{buffer}" for buffer, _ in state.named_buffers())
         if not state.layout.num_live:
-            read = {id(one) for role in ("value", "output") for one in state.family.module(module, role).parameters()}
-            read |= set(map(id, state.parameters()))
-            yield from (f"{name}.{part}" for part, one in module.named_parameters() if id(one) not in read)
+            used = {id(each) for role in ("value", "output") for each in state.family.module(module, role).parameters()}
+            used |= set(map(id, state.parameters()))
+            yield from (f"{name}.{part}" for part, each in module.named_parameters() if id(each) not in used)
 
 
 def _uncompiled(module: Any) -> Any:
@@ -343,8 +343,8 @@ def _uncompiled(module: Any) -> Any:
 
 
 @cache
-def join_trainers() -> None:
-    """Wrap methods of `Trainer`: callbacks then know it and follow its checkpoints, and pushes include the heads."""
+def patch_trainer() -> None:
+    """Wrap methods of `Trainer`, so that its callback, checkpoints and pushes handle frozen heads."""
     from transformers.trainer import Trainer
 
     for name, (before, after) in _WRAPPED.items():
@@ -372,18 +372,18 @@ def _callback(trainer: Any) -> FreezeCallback | None:
     return callbacks[0] if callbacks else None
 
 
-def _introduce_(trainer: Any, *_: Any, **__: Any) -> None:
-    """Give the callback its Trainer."""
+def _set_trainer(trainer: Any, *_: Any, **__: Any) -> None:
+    """Set the callback's Trainer."""
     if (callback := _callback(trainer)) is not None:
         callback.trainer = trainer
         if trainer.args.torch_compile:
-            torch.compiler.reset()  # programs of a model that was frozen before have its heads
+            torch.compiler.reset()  # code compiled before events of an earlier training would be reused
 
 
 def _load_heads_(trainer: Any, resume_from_checkpoint: str | None = None, model: Any = None) -> None:
-    """Give the model the heads of a checkpoint, by default the best one, whose weights are loaded next.
+    """Restore the heads of a checkpoint, by default the best one, before the Trainer loads its weights.
 
-    Moments of the weights that change shape are dropped; a resumed Trainer loads the checkpoint's afterwards.
+    Optimiser moments of the projections are dropped; a resumed Trainer loads the checkpoint's afterwards.
     """
     if _callback(trainer) is None:
         return
@@ -392,14 +392,14 @@ def _load_heads_(trainer: Any, resume_from_checkpoint: str | None = None, model:
     adapter = adapter_for(model)
     if adapter.heads(*EDITED):
         uninstall_(model, optimizer=trainer.optimizer)
-    # Not by the files about heads: an earlier training may have left its own in the folder.
+    # config.json decides: saf.json may be left from an earlier training in the same folder.
     if saved := read_json(folder / "config.json", error=CheckpointError).get("saf"):
         restore_(model, *read_description(folder))
-        (mark_of(adapter.model.config) or {}).update(saved)
-    if (inner := unwrap_optimizer(trainer.optimizer)) is not None:
+        (config_entry(adapter.model.config) or {}).update(saved)
+    if (optimizer := unwrap_optimizer(trainer.optimizer)) is not None:
         for site in adapter.sites():
             for parameter, _ in site.projections().values():
-                inner.state.pop(parameter, None)
+                optimizer.state.pop(parameter, None)
     rewrap_(trainer)
 
 
@@ -413,17 +413,21 @@ def _copy_heads(trainer: Any, checkpoint_folder: str) -> None:
 
 
 def _add_section(trainer: Any) -> None:
-    """Write the section about heads into the Trainer's card, which replaces that of `save_pretrained`."""
+    """Write the section about heads into the Trainer's model card, which has overwritten that of `save_pretrained`."""
     model = _uncompiled(trainer.model)
-    if trainer.is_world_process_zero() and isinstance(model, PreTrainedModel) and mark_of(model.config) is not None:
+    if (
+        trainer.is_world_process_zero()
+        and isinstance(model, PreTrainedModel)
+        and config_entry(model.config) is not None
+    ):
         write_section(Path(trainer.args.output_dir), section(adapter_for(model)))
 
 
 _WRAPPED = {
-    "train": (_introduce_, None),
+    "train": (_set_trainer, None),
     "_load_from_checkpoint": (_load_heads_, None),
     "_load_best_model": (_load_heads_, None),
     "_push_from_checkpoint": (_copy_heads, None),
     "create_model_card": (None, _add_section),
 }
-"""What runs before and after methods of `Trainer`."""
+"""Functions that run before and after methods of `Trainer`."""

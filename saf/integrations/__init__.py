@@ -1,1 +1,1 @@
-"""Other libraries, by the names under which users import what this package adds to them."""
+"""Modules to import with other libraries, named after them; each adds support for frozen heads to its library."""

@@ -1,8 +1,8 @@
-"""Hugging Face transformers: importing this module makes `from_pretrained` open folders of models with frozen heads.
+"""Importing this module lets `from_pretrained` of Hugging Face transformers open models with frozen heads.
 
-`save_pretrained` of a model frozen by `saf.freeze_` writes weights, layout, patterns and a section of the README into
-one folder, which opens again with the same outputs bit for bit. `FreezeCallback` freezes heads while a `Trainer`
-trains, `text_sequences` cuts calibration sequences out of text, `cache_bytes` is the memory that a cache takes.
+`save_pretrained` of a frozen model writes weights, layout, patterns and a section of the README into one folder. Opened
+again, the model computes the same outputs bit for bit. `FreezeCallback` freezes heads while a `Trainer` trains,
+`text_sequences` returns calibration sequences from text, and `cache_bytes` the memory of a KV cache.
 
 >>> import saf.integrations.transformers
 >>> from transformers import AutoModelForCausalLM
@@ -18,20 +18,20 @@ from transformers.utils.import_utils import is_accelerate_available
 
 from saf.errors import InputError
 from saf.hf.cache import cache_bytes
-from saf.hf.pretrained import watch_folders
-from saf.hf.trainer import FreezeCallback, join_trainers
+from saf.hf.pretrained import patch_pretrained
+from saf.hf.trainer import FreezeCallback, patch_trainer
 
 __all__ = ["FreezeCallback", "cache_bytes", "text_sequences"]
 
-watch_folders()
-if is_accelerate_available():  # without it there is no Trainer
-    join_trainers()
+patch_pretrained()
+if is_accelerate_available():  # transformers cannot import its Trainer without it
+    patch_trainer()
 
 
 def text_sequences(
     texts: Iterable[str], tokenizer: Any, *, length: int, count: int = 32, batch_size: int = 8, bos: bool = False
 ) -> list[Tensor]:
-    """Return calibration sequences of some texts for `saf.freeze_`: token ids in batches `[<= batch_size, length]`.
+    """Return calibration sequences for `saf.freeze_` from texts: batches of token ids, `[<= batch_size, length]`.
 
     >>> saf.freeze_(model, text_sequences(texts, tokenizer, length=2048), saf.FreezeConfig(rate=0.25))  # doctest: +SKIP
 
@@ -42,7 +42,7 @@ def text_sequences(
         raise InputError("texts must be an iterable of texts, got one; give a list of it")
     if length <= bos or (bos and tokenizer.bos_token_id is None):
         raise InputError(f"length must exceed the BOS token's, and bos needs a tokenizer with one; got length {length}")
-    own = length - bos
+    own = length - bos  # tokens of text in a sequence
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     stream: list[int] = []
     for text in texts:

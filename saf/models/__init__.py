@@ -1,6 +1,6 @@
-"""The paper's decoder, `gpt`, and what the package asks of any model, `adapter`; `by_layer` compiles the decoder."""
+"""The paper's decoder (`gpt`, compiled by layer in `by_layer`) and the interface to any supported model (`adapter`)."""
 
-import saf.optimizer_state  # noqa: F401, so that every step is checked, also those of a model that is never edited
+import saf.optimizer_state  # noqa: F401, for its check of optimisers before each step, also of models never edited
 from saf.models.gpt import GPT, PRESETS, GPTConfig, preset
 
 __all__ = ["GPT", "PRESETS", "GPTConfig", "preset"]

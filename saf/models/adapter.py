@@ -1,7 +1,7 @@
-"""What the rest of the package asks of a model: `adapter_for` returns its `Adapter`, which has a `Site` a layer.
+"""The interface between the package and a model: an `Adapter` of the model, with a `Site` for each attention layer.
 
-Nothing else tests the class of a model. Only `Site.assign` and `Site.pin` change it; all else reads. The adapter of the
-project's GPT is here, that of models of transformers in saf/hf/adapter.py.
+`adapter_for` returns a model's adapter; no other code depends on a model's class. Only `Site.assign` and `Site.pin`
+change the model. The adapter of the project's GPT is here, that of transformers' models in saf/hf/adapter.py.
 """
 
 import sys
@@ -23,12 +23,12 @@ from saf.ops import FrozenHeads
 Receiver = Callable[[Tensor, Tensor], None]
 """A function that `Site.capture` calls with the queries and keys of a pass."""
 Removed = Mapping[str, Mapping[int, Mapping[str, Tensor]]]
-"""Rows taken out of a layer, on the CPU: by role, by head (`HeadLayout.rows`), by name: `weight`, moments."""
+"""Removed rows of a layer's projections, on the CPU: role -> head -> name (`weight`, an optimiser moment) -> rows."""
 ON_META = "the model's weights are on the meta device, which holds no numbers; load them first"
 
 
 def adapter_for(model: nn.Module) -> "Adapter":
-    """Return the adapter of a model; raise UnsupportedError for a family, or attention, that is not known."""
+    """Return the adapter of a model; raise UnsupportedError for an unsupported family or attention layer."""
     inner = unwrap(model)
     if (adapter := _find(inner)) is None:
         name = type(inner).__name__
@@ -40,7 +40,7 @@ def adapter_for(model: nn.Module) -> "Adapter":
 
 
 def language_model(model: nn.Module) -> "LanguageModel":
-    """Return the adapter of a model, or one for any causal model with the interface of transformers."""
+    """Return the adapter of a model, or for an unsupported one a `TransformersModel`, which can only be evaluated."""
     inner = unwrap(model)
     if (adapter := _find(inner)) is not None:
         return adapter
@@ -52,7 +52,7 @@ def language_model(model: nn.Module) -> "LanguageModel":
 def _find(model: nn.Module) -> "Adapter | None":
     if isinstance(model, GPT):
         return GPTAdapter(model)
-    if "transformers" not in sys.modules:  # it may not be installed, and imported takes seconds
+    if "transformers" not in sys.modules:  # it is optional, and its import takes seconds
         return None
     from saf.hf.adapter import TransformersAdapter
 
@@ -69,7 +69,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def longest_input(model: nn.Module) -> int | None:
-    """Return the most tokens that a model takes: its positions, or fewer that its patterns cover; None for no limit."""
+    """Return the longest input in tokens, by the model's positions and its patterns' length; None without a limit."""
     limits = [heads.max_length for heads in unwrap(model).modules() if isinstance(heads, FrozenHeads)]
     return min(filter(None, [*limits, language_model(model).max_length]), default=None)
 
@@ -78,16 +78,16 @@ def longest_input(model: nn.Module) -> int | None:
 
 
 class LanguageModel(ABC):
-    """A causal language model that can be evaluated, whether or not its attention is known."""
+    """A causal language model that can be evaluated; an `Adapter` can be frozen too."""
 
     model: Any
     """The model itself, without wrappers."""
-    one_graph: ClassVar[bool]
-    """Whether the model is written to compile as one graph."""
+    fullgraph: ClassVar[bool]
+    """Whether the model compiles with `torch.compile(fullgraph=True)`."""
 
     @property
     def device(self) -> torch.device:
-        """Where the model takes token ids."""
+        """The device for token ids."""
         return next(self.model.parameters()).device
 
     @property
@@ -97,7 +97,7 @@ class LanguageModel(ABC):
 
     @property
     def vocab_size(self) -> int | None:
-        """How many token ids the model knows; None when its configuration has no such entry."""
+        """Number of token ids; None where the configuration has no such field."""
         return getattr(self.model.config, "vocab_size", None)
 
     def check_next_token(self) -> None:  # noqa: B027 - the project's own model always does
@@ -105,11 +105,11 @@ class LanguageModel(ABC):
 
     @abstractmethod
     def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean loss of `targets [B, T]` given `input_ids [B, T]`, in nats per token, with its gradient."""
+        """Return the mean loss of `targets [B, T]` after `input_ids [B, T]`, a scalar in nats per token."""
 
     @abstractmethod
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
-        """Return log p of every target, `[B, T]` float32, in nats."""
+        """Return the log-probability of every target, `[B, T]` float32, in nats."""
 
     def compiled_by_layer(self, *, activation_checkpointing: bool = False) -> CompiledByLayer:
         """Return a callable that computes the training loss, decoder layers compiled one by one."""
@@ -118,17 +118,17 @@ class LanguageModel(ABC):
     @staticmethod
     @abstractmethod
     def last_logits(model: Any, input_ids: Tensor, count: int = 1) -> Tensor:
-        """Return the logits `[B, count, V]` at the last positions of `input_ids [B, T]`; others are not computed.
+        """Return the logits `[B, count, V]` at the last positions of `input_ids [B, T]` alone.
 
-        It takes the model, which a compiled module then reads as its own submodule, checked in one guard.
+        Static, so that compiled code reads the model as its own module's submodule, with one guard for all of it.
         """
 
 
 class Adapter(LanguageModel):
-    """A language model whose attention layers are known."""
+    """A language model whose attention heads can be measured, frozen and pruned."""
 
     saves_weights: ClassVar[bool]
-    """Whether `saf.save` writes the weights, too; else their own library saves them."""
+    """Whether `saf.save` writes the weights; `save_pretrained` saves those of transformers' models."""
 
     @abstractmethod
     def sites(self) -> "Sequence[Site]":
@@ -141,7 +141,7 @@ class Adapter(LanguageModel):
     @property
     @abstractmethod
     def num_layers(self) -> int:
-        """How many layers a forward pass runs, by the model's configuration."""
+        """Number of decoder layers by the model's configuration."""
 
     def check_attention(self) -> None:
         """Raise UnsupportedError unless every layer of a forward pass has one attention layer of its own."""
@@ -149,15 +149,15 @@ class Adapter(LanguageModel):
             want = f"attention layers must be as many as the configuration's {self.num_layers} layers"
             raise UnsupportedError(f"{want}, got {count}: remove draft layers, copy shared ones")
 
-    def attend_through_seam(self) -> None:
-        """Let every layer attend through `saf.ops`, ordinary ones too; nothing where all always do."""
+    def use_saf_attention(self) -> None:
+        """Let all layers call `saf.ops`, also those without edited heads. The project's GPT always does."""
 
     def attention_settings(self) -> dict[str, Any]:
-        """Return settings that shape attention and are not saved with the weights, as values for JSON."""
+        """Return the configuration's fields that affect attention, as values for JSON."""
         return {}
 
-    def remember(self, event: dict[str, Any]) -> None:
-        """Keep a freezing event, as values for JSON, with the model; nothing here."""
+    def record_event(self, event: dict[str, Any]) -> None:
+        """Record a freezing event, as values for JSON, in the model's configuration, where it has a place for it."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -179,18 +179,18 @@ class Site(ABC):
     attention: Any
     """The layer's module."""
     scale: float | None = None
-    """Factor of the products of queries and keys; None for `head_dim ** -0.5`."""
+    """Scale of the logits; None for `head_dim ** -0.5`."""
     soft_cap: float | None = None
-    """c of `c * tanh(logit / c)`, which softmax reads in place of scaled logits; None without a cap."""
-    stays_ordinary: str | None = None
-    """Why no head of this layer can be measured and frozen; None where they can."""
-    norm_after: bool = False
-    """Whether a norm follows the layer before its output is added to the residual stream."""
+    """c of the capped logit, `c * tanh(logit / c)`; None without a cap."""
+    unsupported_reason: str | None = None
+    """Why heads of this layer can be neither measured nor frozen; None where they can."""
+    post_norm: bool = False
+    """Whether the layer's output passes a norm before it is added to the residual stream."""
 
     @property
     @abstractmethod
     def state(self) -> Any:
-        """The module that holds the order of the heads, `layout`, `frozen`, and the rows `removed`, for undoing."""
+        """The module with the attributes `layout`, `frozen` and `removed`."""
 
     @property
     def layout(self) -> HeadLayout:
@@ -210,11 +210,11 @@ class Site(ABC):
 
     @abstractmethod
     def projections(self) -> dict[str, tuple[Tensor, int]]:
-        """Return parameters `query`, `key`, `value`, `output`, each with the dimension along which heads lie.
+        """Return the projections' parameters by role, each with the dimension of its heads' rows.
 
-        A bias whose entries belong to heads follows as `query_bias`, `key_bias`, `value_bias`. A fused projection has
-        the names of the roles whose rows it holds one after another: `query_key_value`, `query_key_value_bias`.
-        `rows_of` finds the rows of a role in either.
+        Roles are `query`, `key`, `value` and `output`; biases of the first three are `query_bias` and so on. A fused
+        projection is named after its roles in order: `query_key_value`, `query_key_value_bias`. `rows_of` finds the
+        rows of one role in either form.
         """
 
     def check(self, layout: HeadLayout) -> None:  # noqa: B027 - most layers execute every layout
@@ -222,19 +222,19 @@ class Site(ABC):
 
     @abstractmethod
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
-        """Take another layout, its frozen heads and rows for undoing, once the projections are rearranged to it."""
+        """Store a layout, its frozen heads and the removed rows, after the projections were rearranged to it."""
 
     @abstractmethod
     def pin(self, kernel: str) -> None:
-        """Run live heads on an SDPA kernel by name, see `live_attention`."""
+        """Set the SDPA kernel of live heads by name, see `live_attention`."""
 
     @abstractmethod
     def capture(self, receiver: Receiver) -> AbstractContextManager[None]:
-        """Call `receiver` with rotated queries `[B, L, T, D]` and keys `[B, K, T, D]` of each pass while it is open."""
+        """In this context each pass calls `receiver` with rotated queries `[B, L, T, D]` and keys `[B, K, T, D]`."""
 
 
 class Rows(NamedTuple):
-    """Where a role's rows lie: `count` of them from `first` on, along a dimension of a named parameter."""
+    """The rows of a role in a parameter: `count` of them from index `first` on, along one dimension."""
 
     name: str
     parameter: Tensor
@@ -243,23 +243,23 @@ class Rows(NamedTuple):
     count: int
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Return the rows of a tensor of the parameter's shape (itself, its gradient), as a view."""
+        """Return a view of the rows in a tensor of the parameter's shape, such as its gradient."""
         return tensor.narrow(self.dimension, self.first, self.count)
 
 
 def find_rows(site: Site, role: str) -> Rows | None:
-    """Return where the rows of a role (`query`, `query_bias`, …) lie; None where the layer has no such parameter."""
+    """Return the rows of a role (`query`, `query_bias`, …); None where the layer has no such parameter."""
     for name, (parameter, dimension) in site.projections().items():
         if name.endswith(BIAS) == role.endswith(BIAS) and role_of(role) in roles_of(name):
             roles = [each for each, _ in site.layout.rows_in(name)]
             before = roles_of(name)[: roles_of(name).index(role_of(role))]
-            first, count = (sum(map(roles.count, some)) * site.head_dim for some in (before, [role_of(role)]))
-            return Rows(name, parameter, dimension, first, count)
+            first = sum(map(roles.count, before)) * site.head_dim
+            return Rows(name, parameter, dimension, first, roles.count(role_of(role)) * site.head_dim)
     return None
 
 
 def rows_of(site: Site, role: str) -> Rows:
-    """Return where the rows of a role lie that every layer has."""
+    """Return the rows of a role that every layer has."""
     rows = find_rows(site, role)
     assert rows is not None, role
     return rows
@@ -269,7 +269,7 @@ def rows_of(site: Site, role: str) -> Rows:
 
 
 def hooked_module(attention: nn.Module) -> str | None:
-    """Return the name of a projection with hooks, whose heads edits would reorder; None without any."""
+    """Return the name of a projection with hooks, in which edits would reorder heads; None without one."""
     for name, module in attention.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         if name and module._parameters and any(hooks):
@@ -278,10 +278,10 @@ def hooked_module(attention: nn.Module) -> str | None:
 
 
 def check_plain_weights(site: Site) -> None:
-    """Raise UnsupportedError for projections whose weights are no plain parameters of their own modules.
+    """Raise UnsupportedError for projections whose weights are not plain parameters of their modules.
 
-    Quantised and sharded weights have no rows to move; weights that a pass computes, as pruning masks and norms of
-    `torch.nn.utils` do, would come back in the old order of heads.
+    Rows of quantised and sharded weights cannot be moved. Weights that a forward pass computes (`torch.nn.utils.prune`,
+    `weight_norm`) would return in the old order of heads.
     """
     own = {id(parameter) for module in site.attention.modules() for parameter in module._parameters.values()}
     for role, (weight, _) in site.projections().items():
@@ -289,12 +289,12 @@ def check_plain_weights(site: Site) -> None:
         if type(weight) is not nn.Parameter or id(weight) not in own:
             raise UnsupportedError(
                 f"weights of a layer's {role} must be a parameter of its own, got {type(weight).__name__}: freeze and "
-                "save before weights are quantised, after pruning masks and norms are made permanent"
+                "save before weights are quantised, after pruning masks and weight norms are removed"
             )
 
 
 def check_unsharded(role: str, weight: Tensor) -> None:
-    """Raise UnsupportedError for a weight of which each process holds a share (fully_shard, tensor parallelism)."""
+    """Raise UnsupportedError for a weight that is sharded over processes (fully_shard, tensor parallelism)."""
     if type(weight).__name__ == "DTensor":
         raise UnsupportedError(
             f"weights of a layer's {role} must be whole, got shares (DTensor); gather the model first "
@@ -309,7 +309,7 @@ class GPTAdapter(Adapter):
     """The adapter of `saf.models.GPT`."""
 
     saves_weights = True
-    one_graph = True
+    fullgraph = True
 
     def __init__(self, model: GPT):
         self.model: GPT = model

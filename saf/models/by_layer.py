@@ -1,9 +1,9 @@
-"""A GPT compiled by its decoder layers: one program for all layers of one layout, which events share.
+"""`CompiledByLayer` compiles a GPT layer by layer, so that a freezing event recompiles little of it.
 
-A model compiled whole compiles anew after every event. Here attention is one program for each layout of heads, the MLP
-and the loss are one each, and an event compiles only layouts that are new to this process: weights and tables are
-inputs of the programs. The residual stream and its additions, the products of live and of frozen heads, go from program
-to program as separate tensors, so that the kernel of the next norm adds them, as in one whole program.
+A model that is compiled whole is recompiled after every event. Here attention is one program for each layout of heads;
+the MLP and the loss are one program each. Weights and pattern tables are inputs of the programs, so an event compiles
+only layouts that are new to the process. Programs pass the residual stream and the terms to add to it as separate
+tensors, and the kernel of the next norm adds them, as in a model that is compiled whole.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -15,23 +15,23 @@ import torch
 from torch import Tensor, nn
 
 from saf.machine import own_program
-from saf.models.gpt import GPT, Attention, DecoderLayer, recomputed
+from saf.models.gpt import GPT, Attention, DecoderLayer, recompute_in_backward
 from saf.ops import summed
 from saf.ops.decoder import linear_cross_entropy
 
 Streams = tuple[Tensor, ...]
-"""The residual stream `[B, T, C]` and one or two tensors to add to it."""
+"""The residual stream `[B, T, C]` and one or two terms to add to it, of the same shape."""
 
 _programs: dict[Hashable, Callable[..., Any]] = {}
-"""Programs of this process, by layout; `torch._dynamo.reset` empties them, and they compile again."""
+"""Compiled functions of this process, by layout; after `torch._dynamo.reset` they compile again."""
 
 
 class CompiledByLayer:
-    """The loss of a GPT as it is now, its layers compiled; the model itself does not change.
+    """The loss of a GPT with its current heads, computed by compiled layers; the model does not change.
 
-    Build another one after an event: programs are shared. With `activation_checkpointing` a layer's programs run again
-    in the backward pass, which keeps their input alone. Modules with hooks, which gather the shares of a sharded model,
-    are called as modules, and their programs leave out the norm before them.
+    Build a new one after an event; programs are shared. With `activation_checkpointing` only the inputs of a layer are
+    stored, and its programs run again in the backward pass. Modules with hooks, such as those of `fully_shard`, are
+    called as modules; their programs leave out the norm before them.
     """
 
     def __init__(self, model: GPT, *, activation_checkpointing: bool = False):
@@ -46,15 +46,17 @@ class CompiledByLayer:
 
     def __call__(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of `targets [B, T]` after `input_ids [B, T]`, nats per token, as the model does."""
-        x, rotation = self._model.embedded(input_ids)
+        x, rotation = self._model.embeddings(input_ids)
         streams: Streams = (x, _zero_addition(x))
         for layer in self._layers:
-            streams = recomputed(layer, rotation, *streams) if self._recomputes else layer(rotation, *streams)
+            streams = (
+                recompute_in_backward(layer, rotation, *streams) if self._recomputes else layer(rotation, *streams)
+            )
         return self._loss(self._model.norm, self._model.embed.weight, targets, *streams)
 
 
 def _layer(layer: DecoderLayer) -> Callable[..., Streams]:
-    """Return the call of a layer's two programs, its attention and its MLP, each with the norm before it."""
+    """Return a function that runs a layer's two programs: attention and MLP, each with the norm before it."""
     attention, mlp = (layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)
     attend, transform = (_program(_add, *part) for part in (attention, mlp))
 
@@ -65,7 +67,7 @@ def _layer(layer: DecoderLayer) -> Callable[..., Streams]:
 
 
 def _hooked_layer(layer: DecoderLayer) -> Callable[..., Streams]:
-    """Return the same for modules with hooks: programs of the two sums with their norms, and one inside each module."""
+    """Return the same for modules with hooks: two programs add and normalise, and one runs inside each module."""
     parts = [(layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)]
     sums = [_program(_summed, norm) for norm, _ in parts]
     for _, module in parts:
@@ -83,13 +85,13 @@ def _hooked_layer(layer: DecoderLayer) -> Callable[..., Streams]:
 def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[..., Any]:
     key = (function, *map(_layout, modules))
     if key not in _programs:
-        # Dynamic sizes would make slower kernels, and another number of heads is another layout.
+        # Static shapes compile to faster kernels, and another number of heads is another layout anyway.
         _programs[key] = torch.compile(own_program(function), fullgraph=True, dynamic=False)
     return _programs[key]
 
 
 def _layout(module: nn.Module) -> Hashable:
-    """Return everything but its input that the program of a module depends on."""
+    """Return what a module's program depends on apart from the values of its inputs."""
     tensors = chain(module.named_parameters(), module.named_buffers())
     shapes = tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in tensors)
     if not isinstance(module, Attention):
@@ -101,13 +103,13 @@ def _layout(module: nn.Module) -> Hashable:
 
 
 def _add(norm: nn.LayerNorm, module: nn.Module, rest: tuple[Any, ...], *streams: Tensor) -> Streams:
-    """Return the sum of the residual stream and its additions, and a module's addition to it."""
+    """Return the residual stream with its terms added, and a module's own terms for it."""
     x, normed = _summed(norm, *streams)
     return x, *(module.products(normed, *rest) if isinstance(module, Attention) else (module(normed, *rest),))
 
 
 def _summed(norm: nn.LayerNorm, x: Tensor, *changes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the sum of the residual stream and its additions, and the norm of the sum; all `[B, T, C]`."""
+    """Return the residual stream with its terms added, and the norm of that, both `[B, T, C]`."""
     x = x + summed(changes)
     return x, norm(x)
 
@@ -121,7 +123,7 @@ def _loss(norm: nn.LayerNorm, weight: Tensor, targets: Tensor, *streams: Tensor)
 
 
 def _zero_addition(x: Tensor) -> Tensor:
-    """Return zeros like an MLP's output, so that the first layer has the same program as the others."""
+    """Return zeros like an MLP's output, so that the first layer shares the other layers' program."""
     kind = x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     return torch.zeros_like(x, dtype=dtype, requires_grad=x.requires_grad)

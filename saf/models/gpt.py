@@ -1,6 +1,6 @@
 """The paper's decoder: pre-LayerNorm, no biases, GELU MLP, tied embeddings, rotary or learned positions.
 
-Multi-head attention whose heads may be frozen or pruned; weights lie in slot order, live heads first.
+Its attention heads may be frozen or pruned; rows of the projections are in slot order, live heads first.
 """
 
 import math
@@ -24,7 +24,7 @@ from saf.ops.positions import left_padding
 
 Position = Literal["rope", "learned"]
 BASE = 10_000.0
-"""The slowest rotation's wavelength over 2 pi, the usual choice for contexts of thousands of tokens."""
+"""Base of the rotary frequencies (theta in RoPE), the usual choice."""
 INIT_STD = 0.02
 """Standard deviation of initial weights, GPT-2's."""
 
@@ -67,11 +67,10 @@ class GPTConfig:
         return layers + (self.vocab_size + positions + 1) * width
 
     def flops_per_token(self, length: int) -> float:
-        """Return FLOPs of forward and backward per token of a model whose heads are all live, at so many tokens.
+        """Return the FLOPs of forward and backward per token for inputs of `length` tokens.
 
-        6 per weight of every matrix product (the tied embedding counts once, as the output), and 6 * length per
-        channel and layer for causal attention. Frozen heads count as live, so that a faster update shows as a higher
-        utilisation.
+        Matrix products take 6 per weight (the tied embedding counts once, as the output), causal attention 6 * length
+        per channel and layer. Frozen heads count as live, so that a faster update shows as a higher MFU.
         """
         width = self.hidden_size
         weights = self.num_layers * (4 + 2 * self.mlp_ratio) * width**2 + self.vocab_size * width
@@ -90,9 +89,9 @@ class GPTConfig:
             raise InputError(f"values are not a model configuration: {error}") from error
 
 
-# 124m and 774m: GPT-2's small and large model, the paper's 124M and 774M. 1b: the paper's 1B (appendix on scale), 8K of
-# context. The paper's contexts of 4K otherwise; `max_length` sets others. GPT-2's 50,257 tokens, rounded up to
-# 50,304 = 393 x 128 for matrix units. tiny: chosen so that a demo trains in minutes on two CPU cores.
+# 124m and 774m are the sizes of GPT-2 small and large, 1b is the paper's 1B model. Contexts are the paper's. The
+# vocabulary is GPT-2's 50,257 tokens, padded to 50,304 = 393 x 128 for matrix units. tiny trains in minutes on two CPU
+# cores, for the demo.
 PRESETS = {
     "tiny": GPTConfig(vocab_size=2_048, num_layers=4, num_heads=4, hidden_size=128, max_length=256),
     "124m": GPTConfig(num_layers=12, num_heads=12, hidden_size=768, max_length=4_096),
@@ -127,7 +126,7 @@ class GPT(nn.Module):
 
     @classmethod
     def skip_init(cls, config: GPTConfig, device: torch.device | str = "cpu") -> "GPT":
-        """Return a model with uninitialised weights, for others to be loaded or drawn; no random numbers are drawn."""
+        """Return a model with uninitialised weights, to be loaded or drawn later; no random numbers are drawn."""
         with torch.device(device), _SkipInit():
             return cls(config)
 
@@ -150,7 +149,7 @@ class GPT(nn.Module):
         """Return the attention modules in order."""
         return [module for module in self.modules() if isinstance(module, Attention)]
 
-    def embedded(
+    def embeddings(
         self, input_ids: Tensor, left_pad: Tensor | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
         """Return the first layer's input for `input_ids [B, T]`: `[B, T, C]`, and the rotation by position."""
@@ -173,9 +172,13 @@ class GPT(nn.Module):
         self, input_ids: Tensor, left_pad: Tensor | None = None, *, activation_checkpointing: bool = False
     ) -> Tensor:
         """Return the normalised final hidden states `[B, T, C]` of `input_ids [B, T]`."""
-        x, rotation = self.embedded(input_ids, left_pad)
+        x, rotation = self.embeddings(input_ids, left_pad)
         for layer in self.blocks:
-            x = recomputed(layer, x, rotation, left_pad) if activation_checkpointing else layer(x, rotation, left_pad)
+            x = (
+                recompute_in_backward(layer, x, rotation, left_pad)
+                if activation_checkpointing
+                else layer(x, rotation, left_pad)
+            )
         return self.norm(x)
 
     def forward(
@@ -208,9 +211,9 @@ class GPT(nn.Module):
 
 
 class _SkipInit(TorchFunctionMode):
-    """Leave weights as they come from memory where modules would draw them.
+    """Skip the weight initialisation of modules.
 
-    A model on the device "meta", which draws nothing either, takes code that loads PyTorch's compiler, for seconds.
+    The "meta" device would skip it too, but its code imports PyTorch's compiler, which takes seconds.
     """
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
@@ -220,13 +223,13 @@ class _SkipInit(TorchFunctionMode):
         return function(*args, **named)
 
 
-def recomputed(layer: Callable[..., Any], *inputs: Any) -> Any:
-    """Return a layer's output and keep its inputs alone: the backward pass computes the layer again."""
+def recompute_in_backward(layer: Callable[..., Any], *inputs: Any) -> Any:
+    """Return a layer's output with activation checkpointing: only its inputs are stored for the backward pass."""
     return checkpoint(layer, *inputs, use_reentrant=False, preserve_rng_state=False)
 
 
 class DecoderLayer(nn.Module):
-    """Add attention of the normed residual stream `[B, T, C]` to it, and then an MLP of the same."""
+    """Add attention and then an MLP, each of the normalised residual stream, to the stream `[B, T, C]`."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -253,7 +256,7 @@ class MLP(nn.Module):
 
 
 class Attention(LayoutMixin):
-    """Project and mix one layer's heads. Frozen ones have no rows in `q_proj` and `k_proj`, pruned ones nowhere."""
+    """Multi-head attention. Frozen heads have no rows in `q_proj` and `k_proj`; pruned heads have none anywhere."""
 
     frozen: FrozenHeads | None
 
@@ -264,30 +267,30 @@ class Attention(LayoutMixin):
         projections = (nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(4))
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = projections
         self.live = LiveAttention()
-        # A module from the start: programs compiled before any head was frozen serve after all are live again.
+        # Registered as a submodule at once: code compiled before heads froze is then valid again after `uninstall_`.
         self.register_module("frozen", None)
         self.removed: Mapping[str, Mapping[int, Mapping[str, Tensor]]] = {}
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the projections' weights by role."""
+        """Return the projections' weights by role, each `[out, in]`."""
         projections = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj, "output": self.o_proj}
         return {role: plain_weight(projection) for role, projection in projections.items()}
 
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None) -> Tensor:
-        """Mix positions: `x [B, T, C]` to `[B, T, C]`."""
+        """Return the attention output `[B, T, C]` of `x [B, T, C]`."""
         return summed(self.products(x, rotation, left_pad))
 
     def products(
         self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None
     ) -> tuple[Tensor, ...]:
-        """Return one or two products `[B, T, C]` whose sum is the forward pass, for callers that add more to it.
+        """Return one or two products `[B, T, C]` whose sum is the output: of live and of frozen heads.
 
-        One product makes queries, keys and values, so that its backward pass is one product too. Heads stay in the
-        memory order `[B, T, H, D]` throughout: nothing is transposed in memory.
+        Callers fuse the sum with the residual addition. One matrix product computes queries, keys and values, so that
+        its backward pass is one product too. Heads stay in the memory order `[B, T, H, D]`: no transposed copies.
         """
-        # Counted by rows: a compiler that reads the layout has a program for each choice of heads.
+        # Heads are counted by weight rows: compiled code that read the layout would recompile for each set of heads.
         num_live, num_slots = (len(plain_weight(each)) // self.head_dim for each in (self.q_proj, self.v_proj))
-        # Empty weights get no gradient: clip_grad_norm_ finds no largest element in one. What comes before gets zeros.
+        # The empty weight is detached, as clip_grad_norm_ fails on empty gradients; x still gets a gradient of zeros.
         if num_slots == 0:
             return (F.linear(x[..., :0], plain_weight(self.o_proj).detach()),)
         read = (self.q_proj, self.k_proj, self.v_proj) if num_live else (self.v_proj,)
@@ -308,7 +311,10 @@ class Attention(LayoutMixin):
 
 
 class LiveAttention(nn.Module):
-    """Mix a layer's values by its live heads; a module of its own so that hooks can see queries and keys."""
+    """Attention of live heads, and the output projection where frozen heads share it.
+
+    It is a module so that a forward pre-hook can capture queries and keys.
+    """
 
     def __init__(self):
         super().__init__()
@@ -318,10 +324,10 @@ class LiveAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, left_pad: Tensor | None, frozen: FrozenHeads | None,
         projection: Tensor | None = None,
     ) -> tuple[Tensor, ...]:  # fmt: skip
-        """Attend: `query`, `key` `[B, L, T, D]`, rotated, `value [B, H, T, D]`.
+        """Compute attention of rotated `query`, `key` `[B, L, T, D]` and `value [B, H, T, D]`.
 
-        Returns the heads, `[B, H, T, D]`, of a layer without frozen ones; of one with them what `projection [C, H * D]`
-        makes of all its heads, in one or two products `[B, T, C]`.
+        Without frozen heads, returns the heads' outputs `[B, H, T, D]`. With them, returns one or two tensors
+        `[B, T, C]` whose sum is the output projection, by `projection [C, H * D]`, of all heads.
         """
         if frozen is None or projection is None:
             return (live_attention(query, key, value, left_pad=left_pad, kernel=self.kernel),)
@@ -329,22 +335,22 @@ class LiveAttention(nn.Module):
 
 
 def plain_weight(projection: nn.Module) -> Tensor:
-    """Return a projection's weight `[O, I]`; raise UnsupportedError where its own forward pass would do more."""
+    """Return a projection's weight `[out, in]`; raise UnsupportedError where its forward pass is more than that."""
     if type(projection) is not nn.Linear:
         raise UnsupportedError(
             f"projections' weights must be of nn.Linear, got {type(projection).__name__}: merge adapters"
         )
     hooks = projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks
-    replaced = not torch.compiler.is_compiling() and "forward" in projection.__dict__  # compilers do not look into it
+    replaced = not torch.compiler.is_compiling() and "forward" in projection.__dict__  # Dynamo does not trace it
     if hooks or replaced:
         raise UnsupportedError("projections are computed together: hooks and forwards of one would not run")
     return projection.weight
 
 
 class Rotary(nn.Module):
-    """Cosines and sines of every position, float32 whatever the model is cast to.
+    """Tables of cosines and sines of every position, `[max_length, D/2]`, in float32 whatever the model's dtype.
 
-    They are computed on the CPU, so that every device has the same, also one without float64.
+    They are computed in float64 on the CPU, so that all devices have the same values.
     """
 
     cos: Tensor
@@ -359,7 +365,7 @@ class Rotary(nn.Module):
             self.register_buffer(name, table.float().to(torch.get_default_device()), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "Rotary":
-        """Follow the module to another device; in 16 bits the angles of late positions would be lost."""
+        """Move the tables to another device but not to another dtype: 16 bits are too few for late positions."""
         for name, table in list(self._buffers.items()):
             assert table is not None
             moved = fn(table)
@@ -372,12 +378,15 @@ class Rotary(nn.Module):
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate the two halves of each head's channels, `x [B, T, H, D]`, in at least float32."""
+    """Return queries or keys `x [B, T, H, D]` rotated by position, computed in at least float32."""
     return _Rotate.apply(x, *rotation)
 
 
 class _Rotate(torch.autograd.Function):
-    """Turn the gradient back: no scattered slices, and no float32 copy in memory, in a compiled backward pass."""
+    """The rotation, whose gradient is the inverse rotation.
+
+    Autograd's own backward pass would scatter slices and write a float32 copy when compiled.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

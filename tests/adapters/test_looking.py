@@ -77,9 +77,9 @@ def test_measuring_and_freezing_that_is_undone(looked_at):
     model, ids = looked_at
     statistics = saf.calibrate(model, [ids], collect=("mean_rows",))
     sites = adapter_for(model).sites()
-    ordinary = [site.stays_ordinary is not None for site in sites]
+    ordinary = [site.unsupported_reason is not None for site in sites]
     assert [bool(row.isnan().any()) for row in statistics.variance] == ordinary
-    if not sites[0].norm_after:
+    if not sites[0].post_norm:
         assert not saf.head_outputs(model, [ids], statistics).gram.isnan().any()
     assert not saf.gate_gradients(model, [ids]).isnan().any()
     if not isinstance(model, saf.GPT):  # whose state dict says that it was edited

@@ -170,9 +170,9 @@ def test_a_folder_that_cannot_be_used_is_refused_by_what_it_lacks(base, frozen, 
         ("freeze", copy("none", "config.json"), "text.txt", "expected a checkpoint (step-N), a run, a folder"),
         ("evaluate", copy("weightless", "model.safetensors"), "text.txt", "no weights, model.safetensors"),
         ("freeze", cut.parent, "text.txt", "transformers cannot open"),
-        ("evaluate", tmp_path / "over", "text.txt", "the frozen heads of a model that keeps"),
+        ("evaluate", tmp_path / "over", "text.txt", "move saf.json and saf.safetensors out"),
         ("freeze", tmp_path / "classes", "text.txt", "must hold a causal language model"),
-        ("evaluate", tmp_path / "foreign", "data", "must be of the tokenizer"),
+        ("evaluate", tmp_path / "foreign", "data", "must have the tokenizer"),
         ("freeze", copy("wordless", "tokenizer.json"), "data", "no tokenizer"),
     ):
         code, _, message = saf(command, folder, "--data", base / data, "--out", tmp_path / "out")
