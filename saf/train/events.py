@@ -73,8 +73,8 @@ class Change:
 
 def resolve_event(event: Event, config: Any) -> Event:
     """Return the event to apply: schedules propose to freeze where the settings may say to prune."""
-    if isinstance(event, Freeze) and config.freeze is not None:
-        return replace(event, kind=config.freeze.operation)
+    if isinstance(event, Freeze) and config.freeze is not None and config.freeze.operation == "prune":
+        return replace(event, kind="prune")
     return event
 
 

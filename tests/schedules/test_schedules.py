@@ -4,10 +4,12 @@ import json
 import math
 import random
 from statistics import linear_regression
+from types import SimpleNamespace
 
 import pytest
 
 from saf.errors import CheckpointError, InputError
+from saf.freeze_config import FreezeConfig
 from saf.schedules import (
     BATCHES,
     Freeze,
@@ -19,6 +21,7 @@ from saf.schedules import (
     schedule_from_dict,
     schedule_to_dict,
 )
+from saf.train.events import resolve_event
 from tests.schedules.simulated import HEADS, Simulated
 
 ONE_PERCENT = math.log(1.01)
@@ -332,3 +335,11 @@ def test_stops_at_the_most_heads_and_when_too_few_updates_are_left():
     assert Simulated(TrainLoss(), at + 32, levels_off, noise=0.02).run().short()[0] == (at, "freeze", 3)
     late = Simulated(TrainLoss(), at + 31, levels_off, noise=0.02).run()
     assert (late.events, late.proposer.finished) == ([], True)
+
+
+def test_settings_that_prune_change_events_and_an_event_that_prunes_stays_one():
+    for operation, kind, applied in (("freeze", "freeze", "freeze"), ("freeze", "prune", "prune"), ("prune",) * 3):
+        settings = SimpleNamespace(freeze=FreezeConfig(operation=operation))
+        assert resolve_event(Freeze(kind=kind), settings).kind == applied
+    assert resolve_event(Freeze(), settings).kind == "prune"
+    assert resolve_event(Undo(event=1), settings).kind == "undo"
