@@ -1,7 +1,7 @@
 """The pages of results, docs/results/SUBJECT.md, and every cell of their tables, results/cells.csv.
 
 Both are rendered from the records in results/ by `python -m experiments results`; `make check` compares. The page of
-answers, docs/results.md, is written by hand: every number of it stands in a cell.
+answers, docs/results.md, is written by hand: every number of it stands in a cell, as do those of the README's tables.
 """
 
 import re
@@ -72,14 +72,26 @@ PAGES = {
         introduction="34M parameters, 75M tokens, frozen or pruned halfway.",
         recipes={"small-75M-stages": ("stages",)},
     ),
+    "pretrained": Page(
+        title="Freezing a pretrained model",
+        introduction="SmolLM2-135M-Instruct, 270 heads, calibrated on 32 sequences of 1,024 tokens of books, articles "
+        "and documentation. Heads are chosen at one rate by joint cost (on 64 windows of the same kind of text), "
+        "forward KL, variance, variance with at most three heads a layer, or at random, and frozen, or the same heads "
+        "pruned. Changes of perplexity are on 128 windows of that kind of text (calibration) and of wikitext-2 "
+        "(other), in percent of the ordinary model in the same state, with 95% intervals over windows. Healed is "
+        "after 2.46M tokens of training, the ordinary model trained alike. Tasks are the mean change of accuracy over "
+        "HellaSwag, PIQA, ARC-Easy, SST-2 and BoolQ, zero-shot, 500 questions each (SST-2: 436); on BoolQ the "
+        "ordinary model does not reach chance. One arm is missing: 30% by joint cost in linear time.",
+        recipes={"small": ("pretrained",)},
+    ),
     "updates": Page(
         title="Speed and memory of training updates",
         introduction="A speedup is the baseline's time over the arm's, the median of alternating pairs on one H200 "
         "unless a row names another device: above 1 the arm is faster. The baseline is ordinary attention on cuDNN; "
-        "the free bound is the speedup if mixing in frozen heads cost nothing. A point is context x sequences x "
-        "micro-batches. Models are compiled, in bfloat16 under autocast, unless a title says more. A comparison is "
-        "refused where two equal models differed by more than 1%. The paper's systems figures are of one GH200 against "
-        "flash attention: compare signs and trends.",
+        "the free bound, the speedup if mixing in frozen heads cost nothing, is in cells.csv. A point is context x "
+        "sequences x micro-batches. Models are compiled, in bfloat16 under autocast, unless a title says more. A "
+        "comparison is refused where two equal models differed by more than 1%. The paper's systems figures are of "
+        "one GH200 against flash attention: compare signs and trends.",
         benchmarks={
             **{"update": "Updates: speed", "nanogpt": "Updates: beside nanoGPT"},
             **{"compile": "Compilation after an event", "finetune": "Finetuning updates: speed"},
@@ -112,11 +124,11 @@ SERIES = {
     "small": "232M tokens, eight readings of one text, which the models overfit: no measure of freezing.",
 }
 """The text above the first table of a series of runs."""
-SPEED_COLUMNS = {
-    **{"speedup": "", "free bound": "bound ", "share of time": "share of time ", "cache": "cache ", "paper": "paper "}
-}
+SPEED_COLUMNS = {**{"speedup": "", "share of time": "share of time ", "cache": "cache ", "paper": "paper "}}
 MEMORY_COLUMNS = {"peak memory": "", "against ordinary": "", "paper": "paper "}
 """Columns of benchmarks that pages show, each with its word inside a cell; all are in cells.csv."""
+PAGE_TABLES = ("Perplexity and healing",)
+"""Tables of analyses in recipes that pages show; the others are in cells.csv."""
 RUN_COLUMNS = ("heads frozen", "perplexity", "change, 95% interval", "median update", "peak memory", "freezing took")
 
 
@@ -190,7 +202,25 @@ def stale(results: Path, docs: Path) -> list[str]:
         for number in re.findall(r"\*\*([^*]*\d[^*]*)\*\*", answers.read_text() if answers.is_file() else ""):
             if number not in cells:
                 problems.append(f"{answers}: {number} stands in no cell of {results}/cells.csv")
+    readme = docs.parent / "README.md"
+    for number in _numbers_of_tables(readme.read_text() if readme.is_file() else ""):
+        if number not in cells:
+            problems.append(f"{readme}: {number} stands in no cell of {results}/cells.csv")
     return problems
+
+
+def _numbers_of_tables(text: str) -> Iterator[str]:
+    """Yield the numbers with decimals in the tables of a document, but for cells and columns of the paper's."""
+    head: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith("|"):
+            head = []
+            continue
+        cells = line.split("|")
+        head = head or cells
+        for title, cell in zip(head, cells, strict=True):
+            if "paper" not in title + cell:
+                yield from re.findall(r"[+−]?\d+\.\d+×?", cell)
 
 
 def _page(page: Page, blocks: Sequence[Block]) -> str:
@@ -214,7 +244,8 @@ def _blocks(name: str, results: Path) -> Iterator[Block]:
     for scale, recipes in PAGES[name].recipes.items():
         records = read_records(results, scale)
         for each in recipes if records else ():
-            yield Block(heading=f"{recipe(each).title}, {scale}", text=SERIES.get(scale, ""))
+            series = SERIES.get(scale, "") if recipe(each).metrics else ""
+            yield Block(heading=f"{recipe(each).title}, {scale}", text=series)
             yield from recipe_blocks(RecipeTable(each, recipe(each), scale, records), results / scale)
     measured = read_benchmarks(results)
     if name == "heads":
@@ -246,7 +277,8 @@ def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
     for record in (record for records in measured.values() for record in records):
         for block in _analysed(heading, record, where):
             if block.cells:
-                yield replace(block, text="", page=pd.DataFrame())
+                shown = block.title in PAGE_TABLES
+                yield replace(block, text=block.text * shown, page=None if shown else pd.DataFrame())
     drawn = {figure.name: (figure.title, recipe_figure(figure, table)) for figure in table.recipe.figures}
     drawn |= {name.replace(" ", "-"): (name, analysis_figure(records)) for name, records in measured.items()}
     for name, (title, picture) in drawn.items():

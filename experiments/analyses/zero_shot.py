@@ -58,7 +58,8 @@ class ZeroShot(Computing):
     """Freeze heads of a trained model by each score at each rate, and compare its zero-shot accuracy by question.
 
     With --out every arm is written as it ends, and the same command continues. To measure arms side by side on several
-    GPUs, give each process the same --out and its own --only; the command without --only then collects them.
+    GPUs, give each process the same --out and its own --only; the command without --only then collects them. With
+    --collect it measures nothing and leaves out what is missing.
     """
 
     kind = "zero-shot"
@@ -103,6 +104,8 @@ class ZeroShot(Computing):
     """Tokens of healing; every arm and the ordinary model are then measured a second time."""
     only: str | None = None
     """Measure this arm alone, such as "ordinary" or "forward_kl 10%", and write no record."""
+    collect: bool = False
+    """Write the record of the arms that are measured so far."""
     bos: bool = False
     """Begin each window with the tokenizer's BOS."""
 
@@ -111,8 +114,10 @@ class ZeroShot(Computing):
 
         Raises InputError if the arms to continue are of another model, data or settings.
         """
-        if self.only is not None and (self.out is None or self.frozen):
-            raise InputError("--only measures one arm of the study of --out; give --out, and not --frozen")
+        if (self.only is not None or self.collect) and (self.out is None or self.frozen):
+            raise InputError("--only and --collect are of the arms of --out; give --out, and not --frozen")
+        if self.collect:
+            return self.collected()
         if self.tasks:
             from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
         opened, others = self.open(self.model), [self.open(path) for path in self.frozen]
@@ -125,23 +130,47 @@ class ZeroShot(Computing):
         eligible = len(measurable_heads(adapter_for(opened.model)))
         if not self.frozen:
             check_rates(self.rates, eligible)
-        own = {name: value for name, value in head["settings"].items() if name != "only"}
-        origin = {name: head["provenance"][name] for name in ("checkpoints", "data")}
+        head["settings"] = {name: value for name, value in head["settings"].items() if name not in ("only", "collect")}
         longest = min([self.length or min(LENGTH, opened.longest), *(other.longest for other in others)])
-        study = Study(self, longest, eligible, {"settings": own, "eligible": eligible, **origin})
+        head |= {"model": str(opened.folder), "length": longest, "precision": precision, "eligible": eligible}
+        study = Study(self, head)
         if self.only not in (None, "ordinary"):
             study.only(str(self.only))
             return None
-        ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})["states"]
+        ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})
         if self.only is not None:
             return None
-        pieces = [study.frozen_elsewhere(*each) for each in enumerate(others, 1)] or map(study.arm, study.plan)
-        arms = [{**each["facts"], **_by_state(each["states"], ordinary)} for each in pieces if each is not None]
-        return {
-            **head,
-            **{"model": str(opened.folder), "length": longest, "precision": precision, "eligible": eligible},
-            **{"ordinary": _by_state(ordinary), "arms": arms, "overlap": _overlaps(arms)},
-        }
+        pieces = [study.frozen_elsewhere(*each) for each in enumerate(others, 1)] or map(study.arm, self.plan)
+        return _record(ordinary, [each for each in pieces if each is not None])
+
+    def collected(self) -> dict[str, Any]:
+        """Return the record of the arms whose files are there, with the titles of those that are `missing`."""
+        paths = {title: self.piece_path(title) for title in ("ordinary", *self.plan)}
+        if not paths["ordinary"].is_file():
+            raise InputError("the ordinary model is not measured; measure --only ordinary first")
+        ordinary, *pieces = (read_json(path) for path in paths.values() if path.is_file())
+        for piece in pieces:
+            _check_origin(piece, ordinary["head"], paths[piece["name"]])
+        missing = [title for title, path in paths.items() if not path.is_file()]
+        return {**_record(ordinary, pieces), "missing": missing}
+
+    @cached_property
+    def plan(self) -> dict[str, tuple[str, float, str | None]]:
+        """The arms by title: score or control, rate, and the arm whose heads a control has."""
+        arms: dict[str, tuple[str, float, str | None]] = {}
+        for score, rate in itertools.product(self.scores, self.rates):
+            title = f"{score} {percent(rate)}"
+            arms[title] = score, rate, None
+            controls = [f"{score} pruned"] + [f"{score} in linear time"] * (score == "joint_cost")
+            for control in controls * self.controls:
+                arms[f"{control} {percent(rate)}"] = control, rate, title
+        return arms
+
+    def piece_path(self, name: str) -> Path:
+        """Return the file of an arm."""
+        out = self.out or Path()
+        folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
+        return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
 
     def open(self, path: Path) -> OpenedModel:
         """Open a model; the one that heads are frozen in comes with its data."""
@@ -165,7 +194,7 @@ class ZeroShot(Computing):
         parts: list[Part] = [
             f"Zero-shot accuracy of {record['model']}: {questions:,} questions of {len(tasks)} tasks, inputs of up to "
             f"{record['length']:,} tokens, {record['precision']}; heads frozen without further training but for "
-            "healing."
+            "healing." + (f" Not measured: {', '.join(record['missing'])}." if record.get("missing") else "")
         ]
         if tasks:
             rows: list[list[Any]] = [
@@ -216,60 +245,42 @@ class Study:
     """The arms of one study: each is measured once and, with --out, written to a file of its own."""
 
     settings: ZeroShot
-    longest: int
-    eligible: int
-    """How many heads can be frozen."""
-    origin: Record
-    """What all arms have in common: settings, checkpoints and data."""
+    head: Record
+    """What the record begins with: its header, then the model, the longest input, precision and eligible heads."""
     pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
-
-    def path(self, name: str) -> Path:
-        """Return the file of an arm."""
-        out = self.settings.out or Path()
-        folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
-        return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
 
     def piece(self, name: str, measure: Callable[[], Record]) -> dict[str, Any]:
         """Return an arm, from its file where there is one; raise InputError for one of other origin."""
         if name in self.pieces:
             return self.pieces[name]
         if self.settings.out is None:
-            piece = to_json(measure())
-        elif (path := self.path(name)).is_file():
-            piece, own = read_json(path), to_json(self.origin)
-            if changed := [key for key in own if piece["origin"].get(key) != own[key]]:
-                raise InputError(f"{path} is of other {changed[0]}; remove its folder, or give another --out")
+            piece = to_json({"name": name, "head": self.head, **measure()})
+        elif (path := self.settings.piece_path(name)).is_file():
+            piece = read_json(path)
+            _check_origin(piece, to_json(self.head), path)
         else:
-            piece = read_json(write_json(path, {"name": name, "origin": self.origin, **measure()}))
+            piece = read_json(write_json(path, {"name": name, "head": self.head, **measure()}))
         self.pieces[name] = piece
         return piece
 
-    @cached_property
-    def plan(self) -> dict[str, tuple[str, float, str | None]]:
-        """The arms by title: score or control, rate, and the arm whose heads a control has."""
-        arms: dict[str, tuple[str, float, str | None]] = {}
-        for score, rate in itertools.product(self.settings.scores, self.settings.rates):
-            title = f"{score} {percent(rate)}"
-            arms[title] = score, rate, None
-            controls = [f"{score} pruned"] + [f"{score} in linear time"] * (score == "joint_cost")
-            for control in controls * self.settings.controls:
-                arms[f"{control} {percent(rate)}"] = control, rate, title
-        return arms
-
     def only(self, title: str) -> None:
         """Measure one arm; raise InputError for an unknown one, or where the arm whose heads it has is missing."""
-        check_name("--only", title, ("ordinary", *self.plan))
-        *_, of = self.plan[title]
-        if of is not None and not self.path(of).is_file():
+        check_name("--only", title, ("ordinary", *self.settings.plan))
+        *_, of = self.settings.plan[title]
+        if of is not None and not self.settings.piece_path(of).is_file():
             raise InputError(f"the arm {title!r} has the heads of {of!r}; measure --only {of!r} first")
         self.arm(title)
 
     def arm(self, title: str) -> dict[str, Any] | None:
         """Return what an arm froze, and the model's measurements; None for a control of an arm that froze nothing."""
-        score, rate, of = self.plan[title]
+        score, rate, of = self.settings.plan[title]
         event: dict[str, Any]
         if of is None:
-            event = {**CHOICES[score], "count": budget(rate, self.eligible), "max_fit_kl": self.settings.max_fit_kl}
+            event = {
+                **CHOICES[score],
+                "count": budget(rate, self.head["eligible"]),
+                "max_fit_kl": self.settings.max_fit_kl,
+            }
             event |= {"seed": self.settings.calibration_seed} if score == "random" else {}
         elif not (heads := (self.arm(of) or {})["facts"]["heads"]):
             return None
@@ -282,14 +293,14 @@ class Study:
         def measure() -> dict[str, Any]:
             opened = self.settings.open(self.settings.model)
             report = self._freeze(opened, FreezeConfig(**event), title)
-            return {"facts": _facts(report, score, rate, self.eligible), "states": self.states(opened, title)}
+            return {"facts": _facts(report, score, rate, self.head["eligible"]), "states": self.states(opened, title)}
 
         return self.piece(title, measure)
 
     def frozen_elsewhere(self, number: int, other: OpenedModel) -> dict[str, Any]:
         """Return the arm of a model whose heads were frozen before."""
         heads = adapter_for(other.model).heads("frozen")
-        share = len(heads) / self.eligible
+        share = len(heads) / self.head["eligible"]
         facts = {
             "name": f"model {number}, {percent(share)} frozen",
             "path": str(other.folder),
@@ -300,14 +311,15 @@ class Study:
 
     def _freeze(self, opened: OpenedModel, config: FreezeConfig, title: str) -> FreezeReport:
         count, seed, data = self.settings.sequences, self.settings.calibration_seed, opened.data
+        length = self.head["length"]
         assert data is not None
-        say(f"{title}: calibrating on {count} sequences of {self.longest:,} tokens")
-        windows = calibration_windows(data, length=self.longest, count=count, seed=seed)
+        say(f"{title}: calibrating on {count} sequences of {length:,} tokens")
+        windows = calibration_windows(data, length=length, count=count, seed=seed)
         ids = self._begun(opened, windows).split(self.settings.batch_size)
         heldout = None
         if config.joint_cost:
             # Windows from all over the partition, so that they are of many documents.
-            every = sequential_windows(data.tokens("controller"), self.longest)[:, :-1]
+            every = sequential_windows(data.tokens("controller"), length)[:, :-1]
             chosen = torch.linspace(0, len(every) - 1, min(self.settings.choosing, len(every))).long()
             heldout = self._begun(opened, every[chosen]).split(1)
         with autocast(pick_device(self.settings.device), self.settings.precision):
@@ -319,23 +331,23 @@ class Study:
         if self.settings.heal:
             assert opened.data is not None
             text, seed = opened.data.tokens("train"), self.settings.calibration_seed
-            count = max(1, self.settings.heal // self.longest)
-            windows = shuffled_windows(text, 0, count, length=self.longest, seed=seed)
+            count = max(1, self.settings.heal // self.head["length"])
+            windows = shuffled_windows(text, 0, count, length=self.head["length"], seed=seed)
             heal_(opened.model, self._begun(opened, windows), precision=self.settings.precision)
             states["healed"] = self._measured(opened, f"{title}, healed")
         return states
 
     def _measured(self, opened: OpenedModel, title: str) -> dict[str, Any]:
         """Return the answers to the tasks, and the losses of windows of the texts."""
-        settings, answers, texts = self.settings, {}, {}
+        settings, longest, answers, texts = self.settings, self.head["length"], {}, {}
         if settings.tasks:
             say(f"{title}: {', '.join(settings.tasks)}")
             from saf.hf.lm_eval import ask
 
-            answers = ask(opened, settings, longest=self.longest)
+            answers = ask(opened, settings, longest=longest)
         for name, text in settings.texts(opened).items() if settings.windows else ():
             with tempfile.TemporaryDirectory() as folder:
-                shape: Any = {"length": self.longest, "batch_size": settings.batch_size, "limit": settings.windows}
+                shape: Any = {"length": longest, "batch_size": settings.batch_size, "limit": settings.windows}
                 shape |= {"precision": settings.precision, "bos": self._bos(opened)}
                 record = evaluate_perplexity(opened.model, text, out=folder, tokens=False, **shape)
                 losses = read_evaluation(folder)[1].tolist()
@@ -379,6 +391,19 @@ def _facts(report: FreezeReport, score: str, rate: float, eligible: int) -> dict
 
 
 # --- what arms differ by from the ordinary model
+
+
+def _record(ordinary: Record, pieces: Sequence[Record]) -> dict[str, Any]:
+    """Return the record of arms, compared with the ordinary model."""
+    arms = [{**each["facts"], **_by_state(each["states"], ordinary["states"])} for each in pieces]
+    return {**ordinary["head"], "ordinary": _by_state(ordinary["states"]), "arms": arms, "overlap": _overlaps(arms)}
+
+
+def _check_origin(piece: Record, head: Record, path: Path) -> None:
+    """Raise InputError for an arm of other settings, another model or other text."""
+    own, other = ({"settings": each["settings"], **each["provenance"]} for each in (piece["head"], head))
+    if changed := [name for name in ("settings", "checkpoints", "data") if own[name] != other[name]]:
+        raise InputError(f"{path} is of other {changed[0]}; remove its folder, or give another --out")
 
 
 def _by_state(own: Record, ordinary: Record | None = None) -> dict[str, Any]:
@@ -454,8 +479,11 @@ def _texts_table(record: Record) -> Part:
             own = arm.get(state, arm)
             for text in own["texts"].values():
                 change = text["change"]
-                low, high = (signed(value, 2) for value in change["ci95"])
-                row.append(f"{signed(change['delta_ppl_percent'], 2)} ({low} to {high})")
+                rise, low, high = (
+                    signed(value, 0 if abs(value) >= 100 else 2, "")
+                    for value in (change["delta_ppl_percent"], *change["ci95"])
+                )
+                row.append(f"{rise} ({low} to {high})")
             row.append(signed(100 * own["mean_difference"], 2, "") if own["tasks"] else None)
         rows.append(row)
     columns = ["arm", "heads"]

@@ -347,7 +347,6 @@ RECIPES["pretrained"] = Recipe(
         f"Models are the folders {_SMOLLM2} (SmolLM2-135M-Instruct) and {_GEMMA} (gemma-3-270m) of transformers. Their "
         f"texts are {_SMOLLM2}-text and {_GEMMA}-text, made by `saf data prepare FILES --tokenizer MODEL`; the other "
         f"text is {_OTHER}.",
-        "The same command continues a measurement that stopped. The paper has no such table: its models were "
-        "pretrained here, or frozen without healing.",
+        "The same command continues a measurement that stopped. The paper has no such table.",
     ),
 )

@@ -100,6 +100,10 @@ def test_a_study_that_was_cut_off_goes_on_without_the_arms_that_it_has(folder, r
     (tmp_path / "study-pieces" / "forward_kl-25.json").unlink()
     assert main([*command, "--max-fit-kl", "99"]) == 2
     assert "other settings" in capsys.readouterr().err
+    assert main([*command, "--collect"]) == 0
+    part = read_result(tmp_path / "study.json")
+    assert (part["missing"], len(part["arms"]), part["provenance"]) == (["forward_kl 25%"], 3, whole["provenance"])
+    (tmp_path / "study.json").unlink()
     assert main([*command, "--controls", "--only", "forward_kl pruned 25%"]) == 2
     assert "--only 'forward_kl 25%' first" in capsys.readouterr().err
     assert main([*command, "--only", "forward_kl 25%"]) == 0

@@ -1,6 +1,7 @@
 """Tables of results: the newest measurement stands, answers have cells."""
 
 import copy
+import re
 from pathlib import Path
 
 from experiments import benchmarks
@@ -37,8 +38,11 @@ def test_pages_are_rendered_from_records_and_what_differs_is_named(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     (tmp_path / "docs" / "results.md").write_text("**1.081×** here and **77.7×** there")
-    (problem,) = stale(tmp_path / "results", tmp_path / "docs")
-    assert "77.7× stands in no cell" in problem
+    (tmp_path / "README.md").write_text(
+        "| | 25% | paper |\n|---|---|---|\n| update | 1.081×, 66.6× | 55.5× |\nand 44.4×"
+    )
+    problems = stale(tmp_path / "results", tmp_path / "docs")
+    assert [re.search("[0-9.]+× stands in no cell", each)[0][:5] for each in problems] == ["77.7×", "66.6×"]
     (tmp_path / "docs" / "results" / "updates.md").write_text("")
     assert any("updates.md: not what" in problem for problem in stale(tmp_path / "results", tmp_path / "docs"))
 
