@@ -11,7 +11,7 @@ import saf.integrations.transformers  # lets from_pretrained open folders with f
 LENGTH = 64
 sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 model = LlamaForCausalLM(LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, **sizes))  # yours: from_pretrained
-calibration = torch.randint(3, 256, (8, LENGTH))  # yours: text as long as the inputs that the model will see
+calibration = torch.randint(3, 256, (8, LENGTH))  # yours: text, of the longest input's length
 print(saf.freeze_(model, [calibration], saf.FreezeConfig(rate=0.25, max_fit_kl=1.0)))
 
 folder = sys.argv[1] if len(sys.argv) > 1 else "frozen"

@@ -1,16 +1,16 @@
-"""Pretrain a Llama of transformers by its Trainer, with a quarter of the heads frozen from the midpoint on and without.
+"""Pretrain a Llama by transformers' Trainer, ordinary and with a quarter of the heads frozen from the midpoint on.
 
     saf data prepare TEXT --tokenizer TOKENIZER --out DATA
     python examples/pretrain_with_trainer.py --data DATA --out runs/trainer
 
-Both arms are the same training up to the midpoint: the frozen one goes on from the ordinary one's checkpoint there, on
-the same batches. What freezing cost is paired window by window of held-out text. `OUT/trainer.json` is a result that
-`saf report --results` shows; copy it into a folder of results. The sizes below are those of the recipes' small scale,
-34M parameters and 75M tokens.
+The frozen arm resumes from the ordinary arm's checkpoint at the midpoint, on the same batches. Perplexities are paired
+by windows of held-out text. `OUT/trainer.json` is a result that `saf report --results` shows; copy it into a
+folder of results. The default sizes are those of the recipes' small scale, 34M parameters and 75M tokens.
 
-What a Llama is drawn from decides what freezing costs it: transformers draws every weight alike, and the first layer
-then learns to gather words by what they say, spread so thinly that their variance is the lowest of all. With residual
-projections drawn smaller by sqrt(2 layers), as GPT-2's and this project's decoder are, it does not (docs/log.md).
+The initialisation affects the cost of freezing. transformers initialises all weights of a Llama with one standard
+deviation. Heads of the first layer then learn to attend by content, but so diffusely that their variance is the lowest
+of all. This does not happen with residual projections divided by sqrt(2 layers), as in GPT-2 and in this project's
+decoder (docs/log.md).
 """
 
 import math
@@ -42,7 +42,7 @@ class Settings:
     """Train two arms of a small Llama by transformers' Trainer and compare them."""
 
     data: Path
-    """Folder made by `saf data prepare`."""
+    """Folder of `saf data prepare`."""
     out: Path
     """New folder: checkpoints of both arms, their evaluations, and trainer.json."""
     rate: float = 0.25
@@ -50,27 +50,27 @@ class Settings:
     updates: int = 1144
     length: int = 4096
     batch_size: int = 16
-    """Sequences of an update."""
+    """Sequences per update."""
     layers: int = 8
     heads: int = 8
     hidden: int = 512
     peak_lr: float = 1e-3
     calibration: int = 32
-    """Sequences to measure heads on."""
+    """Number of calibration sequences."""
     windows: int = 64
-    """Held-out windows that both arms are compared on."""
+    """Number of held-out windows for the comparison."""
     max_fit_kl: float = 0.2
     seed: int = 0
     scaled_init: bool = True
-    """Whether projections onto the residual stream are drawn smaller by sqrt(2 layers); transformers does not."""
+    """Whether initial projections onto the residual stream are divided by sqrt(2 layers)."""
     timed: bool = True
-    """Whether the record has the time of updates; not where other work shares the device."""
+    """Whether to record the time of updates; pass --no-timed where the device is shared."""
     compile: bool = False
     """Whether the Trainer compiles the model."""
 
 
 class Rows(torch.utils.data.Dataset):
-    """Windows of the training text, each its own labels."""
+    """Windows of the training text, as inputs and labels."""
 
     def __init__(self, data: TokenData, length: int):
         self.tokens, self.length = data.tokens("train"), length
@@ -85,7 +85,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Seconds(TrainerCallback):
-    """Time each update, without the events before it."""
+    """Times each update, without freezing events."""
 
     def __init__(self):
         self.updates: dict[int, float] = {}
@@ -96,19 +96,19 @@ class Seconds(TrainerCallback):
         self._start = _now()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Keep what the update took."""
+        """Record the update's seconds."""
         self.updates[state.global_step] = _now() - self._start
 
 
 def _now() -> float:
-    """Return the clock once the device is done."""
+    """Return the time in seconds after all work on the device."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter()
 
 
 def scale_residual_(model: LlamaForCausalLM) -> None:
-    """Divide the projections onto the residual stream, as they were drawn, by sqrt(2 layers)."""
+    """Divide the initial projections onto the residual stream by sqrt(2 layers)."""
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):
@@ -116,7 +116,7 @@ def scale_residual_(model: LlamaForCausalLM) -> None:
 
 
 def arm(settings: Settings, data: TokenData, name: str, *callbacks: TrainerCallback, resume: Path | None = None) -> Any:
-    """Train one arm and evaluate it; return what the record says of it, and the hash of its last checkpoint."""
+    """Train and evaluate one arm; return its part of the record, and the hash of its last checkpoint."""
     set_seed(settings.seed)
     config = LlamaConfig(
         vocab_size=-(-data.vocab_size // 64) * 64,
@@ -151,15 +151,15 @@ def arm(settings: Settings, data: TokenData, name: str, *callbacks: TrainerCallb
     trainer = Trainer(model, arguments, train_dataset=Rows(data, settings.length), callbacks=[*callbacks, seconds])
     trainer.train(resume_from_checkpoint=None if resume is None else str(resume))
     model_hash = folder_hash(folder / f"checkpoint-{settings.updates}")
-    judged = {"length": settings.length, "limit": settings.windows, "batch_size": settings.batch_size}
-    found = evaluate_perplexity(
-        model.eval(), data, **judged, out=folder / "evaluation", checkpoints={"model": model_hash}
+    options = {"length": settings.length, "limit": settings.windows, "batch_size": settings.batch_size}
+    evaluation = evaluate_perplexity(
+        model.eval(), data, **options, out=folder / "evaluation", checkpoints={"model": model_hash}
     )
-    told = {"perplexity": found["perplexity"], "loss": found["loss"]}
+    record = {"arm": name, "perplexity": evaluation["perplexity"], "loss": evaluation["loss"]}
     if settings.timed:
-        late = [took for update, took in seconds.updates.items() if update > settings.updates // 2]
-        told["median update, s"] = statistics.median(late)
-    return {"arm": name, **told}, model_hash
+        second_half = [elapsed for update, elapsed in seconds.updates.items() if update > settings.updates // 2]
+        record["median update, s"] = statistics.median(second_half)
+    return record, model_hash
 
 
 def main(settings: Settings) -> None:
@@ -181,15 +181,15 @@ def main(settings: Settings) -> None:
     if settings.timed:
         speed["update, ordinary / frozen"] = ordinary["median update, s"] / frozen["median update, s"]
     change = compare_evaluations(settings.out / "ordinary/evaluation", settings.out / "frozen/evaluation")
-    head = result_header(
+    header = result_header(
         "trainer",
-        {**asdict(settings), "data": settings.data.name, "out": settings.out.name},  # by name, wherever they lie
+        {**asdict(settings), "data": settings.data.name, "out": settings.out.name},  # names, no local paths
         device=device_name(torch.device("cuda" if torch.cuda.is_available() else "cpu")),
         checkpoints={"parent": folder_hash(midpoint), "ordinary": ordinary_hash, "frozen": frozen_hash},
         data={"train": data.fingerprint, "report": data.fingerprint},
     )
     record = {
-        **head,
+        **header,
         "updates": settings.updates,
         "tokens": settings.updates * settings.batch_size * settings.length,
         "heads": settings.layers * settings.heads,

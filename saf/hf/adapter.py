@@ -23,9 +23,9 @@ from saf.hf.attention import (
     HeadState,
     attach_state,
     detach_idle_state,
+    dropout_message,
     layout_of,
     mask_for_generation,
-    no_dropout,
     set_forward,
     state_of,
 )
@@ -154,9 +154,9 @@ class TransformersAdapter(TransformersModel, Adapter):
         """Raise UnsupportedError where a layer computes something that `edited_forward` does not."""
         for attention in self._attention:
             if rate := self.family.dropout_rate(attention):
-                raise UnsupportedError(no_dropout(rate, self.family.dropout_setting))
+                raise UnsupportedError(dropout_message(rate, self.family.dropout_setting))
             if rate := getattr(attention, "residual_dropout", 0):
-                raise UnsupportedError(no_dropout(rate, "residual_dropout"))
+                raise UnsupportedError(dropout_message(rate, "residual_dropout"))
             norm = getattr(attention, "q_norm", None)
             if norm is not None and not (self.family.norms and norm.weight.numel() == attention.head_dim):
                 raise UnsupportedError(f"{type(attention).__name__} must have no norm of queries, or one of each head")

@@ -58,7 +58,7 @@ def attend(
     state = state_of(module)  # None in other models built from the same config, which names this function
     if dropout:
         setting = Family.dropout_setting if state is None else state.family.dropout_setting
-        raise UnsupportedError(no_dropout(dropout, setting))
+        raise UnsupportedError(dropout_message(dropout, setting))
     if output_attentions:
         raise UnsupportedError("frozen heads have no attention weights to return; leave output_attentions out")
     mask = PassMask() if attention_mask is None else attention_mask
@@ -70,12 +70,13 @@ def attend(
     if mask.prefill:
         key, value = first_positions(key, value, query.shape[-2], layout_of(module), state=state_layer is not None)
     length = value.shape[-2] if mask.documents is None else mask.documents.longest
-    beyond = sliding_window is not None and length > sliding_window
-    if beyond and state is not None and (state.frozen is not None or state.receivers):
+    beyond_window = sliding_window is not None and length > sliding_window
+    if beyond_window and state is not None and (state.frozen is not None or state.receivers):
         raise UnsupportedError(f"inputs must fit the sliding window, {sliding_window} tokens, got {length}")
     for receiver in () if state is None else state.receivers:
         receiver(query, key)
-    if mask.documents is None and (module.layer_idx == 0 or beyond):  # once a pass: it may synchronise with the device
+    # Once a pass, as it may synchronise with the device.
+    if mask.documents is None and (module.layer_idx == 0 or beyond_window):
         check_positions(mask, position_ids, cu_seq_lens_q, len(value))
     frozen: dict[str, Any] = {"left_pad": None if mask.padding is None else first_real(mask.padding)}
     visible = None if mask.positions is None else mask.positions.visible
@@ -83,12 +84,15 @@ def attend(
     frozen["cache_position"] = mask.positions
     if state_layer is not None:
         frozen["state"] = state_layer.take_state()
-    mix = partial(_mix, state, live, frozen)
-    output = mix(query, key, value) if mask.documents is None else mask.documents.attend(mix, query, key, value)
+    attend_rows = partial(_attend_rows, state, live, frozen)
+    if mask.documents is None:
+        output = attend_rows(query, key, value)
+    else:
+        output = mask.documents.attend(attend_rows, query, key, value)
     return output.transpose(1, 2), None
 
 
-def _mix(
+def _attend_rows(
     state: "HeadState | None", live: dict[str, Any], frozen: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """Return the attention output `[B, H, Tq, D]`, where each row of the batch is one sequence.
@@ -98,8 +102,8 @@ def _mix(
     """
     if state is None:
         return live_attention(query, key, value, **live)
-    whole = state.layout.ordinary and live["window"] is None
-    if live["soft_cap"] is None and (state.frozen is not None or whole):
+    plain = state.layout.ordinary and live["window"] is None
+    if live["soft_cap"] is None and (state.frozen is not None or plain):
         return mixed_attention(query, key, value, state.frozen, scale=live["scale"], kernel=state.kernel, **frozen)
     parts, layout = [], state.layout
     if layout.num_live:
@@ -112,7 +116,7 @@ def _mix(
     return join_heads(*parts) if parts else query  # [B, 0, Tq, D]: all heads are pruned
 
 
-def no_dropout(rate: float, setting: str) -> str:
+def dropout_message(rate: float, setting: str) -> str:
     """Return the error message for an attention layer with dropout."""
     return f"with frozen heads dropout of attention layers must be 0, got {rate:g}: open the model with {setting}=0"
 
