@@ -98,12 +98,14 @@ def test_left_padding_gives_the_unpadded_output(backend, generator):
         assert not padded[row, :, :first].any()
 
 
-def test_live_slots_may_read_value_heads_in_any_order(generator):
-    order = (2, 0, 1)
+@pytest.mark.parametrize("order", [(2, 0, 1), (1, 0, 2, 0, 1, 2), (1, 1, 2, 0, 1)])
+def test_live_slots_may_read_value_heads_in_any_order(order, generator):
     frozen = FrozenHeads.from_patterns(random_pattern(1, 40, generator), kv_head=(*order, 3))
-    query, key, value = (torch.randn(2, heads, 40, 8, generator=generator) for heads in (3, 3, 4))
-    output = mixed_attention(query, key, value, frozen)
-    torch.testing.assert_close(output[:, :3], live_attention(query, key[:, order], value[:, order]))
+    query, key, value = (torch.randn(2, heads, 40, 8, generator=generator) for heads in (len(order), 3, 4))
+    expected = live_attention(query, key[:, order], value[:, order])
+    for rows in (40, 3, 1):
+        output = mixed_attention(query[:, :, -rows:], key, value, frozen)
+        torch.testing.assert_close(output[:, : len(order)], expected[:, :, -rows:])
 
 
 def test_without_frozen_or_live_heads_it_is_sdpa_or_the_patterns_alone(generator):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from saf.ops.backend import Tables
-from saf.ops.heads import cached_order, unit_stride
+from saf.ops.heads import cached_order, groups_evenly, unit_stride
 from saf.ops.live import score_scale
 from saf.ops.operator import has_tangent, operator, product_precision, uses_triton
 from saf.ops.positions import CachePosition
@@ -93,20 +93,18 @@ def flash_decode(
     values are a cache of fixed size, whose value heads lie in `cached_order`.
     """
     used, first = sorted(set(live_kv)), position.first
-    on_device = isinstance(first, Tensor)
-    even = live_kv == tuple(head for head in used for _ in range(len(live_kv) // max(1, len(used))))
+    on_device, on_host = (first, 0) if isinstance(first, Tensor) else (None, first)
     # A cache of fixed size begins with the heads that live slots read.
-    live_read = None if on_device or used == list(range(len(used))) else tables["live_read"]
-    read_name = "frozen_read_cached" if on_device else "frozen_read"
+    live_read = None if on_device is not None or used == list(range(len(used))) else tables["live_read"]
+    read_name = "frozen_read" if on_device is None else "frozen_read_cached"
     names = (read_name, "frozen_readers", "distance", "key_scale", "row_scale")
     frozen_read, frozen_readers, *patterns = (tables[name] if frozen_kv else None for name in names)
     groups = value.shape[0] * (len(used) + len(set(frozen_kv)))
     parts = max(1, min(-(-value.shape[-2] // PART_KEYS), PROGRAMS // max(1, groups)))  # an empty batch has no groups
     return decode_heads(
-        *map(unit_stride, (query, key, value)), live_read, None if even else tables["live_readers"],
+        *map(unit_stride, (query, key, value)), live_read, None if groups_evenly(live_kv) else tables["live_readers"],
         largest_group(live_kv), frozen_read, frozen_readers, min(frozen_kv) if frozen_kv else 0, *patterns,
-        first if isinstance(first, Tensor) else None, 0 if isinstance(first, Tensor) else first, position.left_pad,
-        parts, score_scale(scale, query.shape[-1]),
+        on_device, on_host, position.left_pad, parts, score_scale(scale, query.shape[-1]),
     )  # fmt: skip
 
 
