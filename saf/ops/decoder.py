@@ -127,8 +127,8 @@ def _log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, 
         raise InputError(f"targets are tokens 0 to {most}, or -100 to leave one out; got {int(unknown[0])}")
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     normaliser = wide.logsumexp(1, keepdim=True)
-    own = (wide.gather(1, labels.where(known, 0)[:, None]) - normaliser)[:, 0]
-    return own.where(known, torch.nan).where(labels != IGNORED, 0), wide, normaliser, known
+    log_probs = (wide.gather(1, labels.where(known, 0)[:, None]) - normaliser)[:, 0]
+    return log_probs.where(known, torch.nan).where(labels != IGNORED, 0), wide, normaliser, known
 
 
 def gelu_linear(x: Tensor, weight: Tensor) -> Tensor:

@@ -48,36 +48,36 @@ def softmax_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     p_logits = logits_ptr + row * logits_stride
     label = tl.load(labels_ptr + row)
-    known = (label >= 0) & (label < V)
-    chosen = tl.load(p_logits + tl.where(known, label, 0)).to(tl.float32) * LOG2E
-    share = tl.where(known, 1.0 / tl.load(count_ptr).to(tl.float32), 0.0)
-    whole = V // BLOCK * BLOCK
+    is_token = (label >= 0) & (label < V)
+    own_logit = tl.load(p_logits + tl.where(is_token, label, 0)).to(tl.float32) * LOG2E
+    weight = tl.where(is_token, 1.0 / tl.load(count_ptr).to(tl.float32), 0.0)
+    masked_from = V // BLOCK * BLOCK
     column = tl.arange(0, BLOCK)
-    last = whole + column
+    last = masked_from + column
 
     b_last = tl.load(p_logits + last, mask=last < V, other=-float("inf")).to(tl.float32) * LOG2E
-    top = tl.maximum(tl.max(b_last, 0), chosen)
-    total = tl.sum(tl.exp2(b_last - top), 0)
-    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+    peak = tl.maximum(tl.max(b_last, 0), own_logit)
+    total = tl.sum(tl.exp2(b_last - peak), 0)
+    for start in tl.range(0, masked_from, BLOCK, num_stages=STAGES):
         b_logits = tl.load(p_logits + start + column).to(tl.float32) * LOG2E
-        new_top = tl.maximum(top, tl.max(b_logits, 0))
-        total = total * tl.exp2(top - new_top) + tl.sum(tl.exp2(b_logits - new_top), 0)
-        top = new_top
-    normaliser = top + tl.log2(total)
-    other = tl.where(label == IGNORED, 0.0, float("nan"))
-    tl.store(loss_ptr + row, tl.where(known, (normaliser - chosen) / LOG2E, other))
+        new_peak = tl.maximum(peak, tl.max(b_logits, 0))
+        total = total * tl.exp2(peak - new_peak) + tl.sum(tl.exp2(b_logits - new_peak), 0)
+        peak = new_peak
+    normaliser = peak + tl.log2(total)
+    no_loss = tl.where(label == IGNORED, 0.0, float("nan"))
+    tl.store(loss_ptr + row, tl.where(is_token, (normaliser - own_logit) / LOG2E, no_loss))
 
     # Every thread has read the label's logit before one of them overwrites it, and its gradient is written last.
     tl.debug_barrier()
-    for start in tl.range(0, whole, BLOCK, num_stages=STAGES):
+    for start in tl.range(0, masked_from, BLOCK, num_stages=STAGES):
         b_logits = tl.load(p_logits + start + column).to(tl.float32) * LOG2E
-        gradient = tl.exp2(b_logits - normaliser) * share
+        gradient = tl.exp2(b_logits - normaliser) * weight
         tl.store(p_logits + start + column, gradient.to(logits_ptr.dtype.element_ty))
-    gradient = tl.exp2(b_last - normaliser) * share
+    gradient = tl.exp2(b_last - normaliser) * weight
     tl.store(p_logits + last, gradient.to(logits_ptr.dtype.element_ty), mask=last < V)
     tl.debug_barrier()
-    gradient = (tl.exp2(chosen - normaliser) - 1.0) * share
-    tl.store(p_logits + label, gradient.to(logits_ptr.dtype.element_ty), mask=known)
+    gradient = (tl.exp2(own_logit - normaliser) - 1.0) * weight
+    tl.store(p_logits + label, gradient.to(logits_ptr.dtype.element_ty), mask=is_token)
 
 
 # --- GELU

@@ -551,5 +551,8 @@ def _store_rows(pointer, value, start, stride, T, D: tl.constexpr, DP: tl.conste
 
 @triton.jit
 def band_tile(band_ptr, shift_stride, query, key, start):
-    """Load rho at distances start + query - key as aligned vectors over queries; -inf at future keys."""
+    """Load rho at distances start + query - key as aligned vectors over queries; -inf at future keys.
+
+    Key k reads copy k mod 4 of the band, so that the vectors of all keys are aligned alike.
+    """
     return tl.load(band_ptr + start + (key % 4) * shift_stride + (query - (key // 4) * 4))

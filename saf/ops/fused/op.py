@@ -27,7 +27,7 @@ PAD = 256
 """Entries of minus infinity in front of rho, and the multiple its length is rounded up to: twice the 128 positions of
 the largest block, since a tile on the diagonal reads as far back."""
 BAND_SHIFTS = 4
-"""Shifted copies of rho: four float32 elements make one aligned 16-byte load."""
+"""Shifted copies of rho: one of them is aligned for a 16-byte load of four float32 elements at any distance."""
 
 
 class Fused(Backend):
@@ -269,10 +269,10 @@ class FusedPatterns(NamedTuple):
     """Patterns of a layer's frozen heads in the form the kernels read, for up to L positions.
 
     Attributes:
-        alpha: [F, L] float32, in powers of two.
-        band: [F, 4, PAD + W] float32 copies of rho in powers of two, copy s shifted by s, -inf before distance 0;
+        alpha: [F, L] float32, in units of log 2.
+        band: [F, 4, PAD + W] float32 copies of rho in units of log 2, copy s shifted by s, -inf before distance 0;
             W is L rounded up to PAD.
-        log_z: [F, L] float32, in powers of two.
+        log_z: [F, L] float32, in units of log 2.
         dense: [F_dense, L, L] bfloat16, float16 or float32; zero heads if there are none.
     """
 

@@ -68,13 +68,13 @@ def choose_config(
     if dtype == torch.float32:  # without matrix units
         return ToeplitzConfig(block_m=64, block_n=64, block_k=32, num_stages=2)
     config = _by_shape(length, columns, heads, hopper)
-    stage = (config.block_m + config.block_n) * config.block_k * dtype.itemsize
-    total = cdiv(config.fold * columns, config.block_n) * heads
-    fitting = max(1, CACHED // (max(1, length) * config.block_n * dtype.itemsize))
+    stage_bytes = (config.block_m + config.block_n) * config.block_k * dtype.itemsize
+    all_slabs = cdiv(config.fold * columns, config.block_n) * heads
+    cached_slabs = max(1, CACHED // (max(1, length) * config.block_n * dtype.itemsize))
     return config._replace(
-        descriptors=hopper and columns % max(8, 1 if config.fold > 1 else config.block_n) == 0,
-        num_stages=min(config.num_stages, max(2, shared // stage)),
-        slabs=fitting if fitting < total else 0,
+        descriptors=hopper and columns % (8 if config.fold > 1 else config.block_n) == 0,
+        num_stages=min(config.num_stages, max(2, shared // stage_bytes)),
+        slabs=cached_slabs if cached_slabs < all_slabs else 0,
     )
 
 
@@ -120,18 +120,12 @@ def toeplitz_matmul(
         hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
         shape = {"length": length, "columns": columns, "heads": heads, "dtype": x.dtype}
         config = choose_config(**shape, hopper=hopper, shared=shared_memory(x.device))
-    fold = config.fold
-    rows = length if fold == 1 else cdiv(length, fold * TILE) * fold * TILE
-    scaled = x.new_empty(heads, rows, fold * columns)
-    # Folded, columns r N to (r + 1) N are the rows r - fold + 1 tiles further down (r tiles transposed), zero beyond T.
-    launch(
-        prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), x, before, scaled, length, columns, rows,
-        *strides(x), before.stride(0),
-        D=dim, BT=32, BN=128, FOLD=fold, FIRST=0 if transpose else 1 - fold, TILE=TILE, num_warps=4, device=x.device,
-    )  # fmt: skip
-    num_m, num_n = cdiv(rows, fold * config.block_m), cdiv(fold * columns, config.block_n)
-    grid = (num_m * num_n * heads,)
-    blocks = num_m, num_n, heads, min(config.slabs, num_n * heads) or num_n * heads
+    scaled = _prescale(x, before, config.fold, transpose)
+    num_m = cdiv(scaled.shape[1], config.fold * config.block_m)
+    num_n = cdiv(scaled.shape[2], config.block_n)
+    all_slabs = num_n * heads
+    blocks = num_m, num_n, heads, min(config.slabs, all_slabs) if config.slabs else all_slabs
+    grid = (num_m * all_slabs,)
     constants = {
         "D": dim, "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "TRANSPOSE": transpose,
         "TILE": TILE, "STAGES": config.num_stages, "num_warps": config.num_warps, "num_stages": config.num_stages,
@@ -147,9 +141,26 @@ def toeplitz_matmul(
     tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
     x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
     tiles_desc = TensorDescriptor.from_tensor(tiles.view(-1, TILE), tile)
-    numbers = length, columns, rows, *strides(out), after.stride(0), tiles.shape[1], *blocks
-    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants, FOLD=fold)
+    numbers = length, columns, scaled.shape[1], *strides(out), after.stride(0), tiles.shape[1], *blocks
+    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants, FOLD=config.fold)
     return out
+
+
+def _prescale(x: Tensor, before: Tensor, fold: int, transpose: bool) -> Tensor:
+    """Return x * before as contiguous `[F, rows, fold N]`; without folding there are T rows.
+
+    Folded, columns r N to (r + 1) N are the rows r - fold + 1 tiles further down (r tiles transposed), zero beyond T.
+    """
+    batch, heads, length, dim = x.shape
+    columns = batch * dim
+    rows = length if fold == 1 else cdiv(length, fold * TILE) * fold * TILE
+    scaled = x.new_empty(heads, rows, fold * columns)
+    launch(
+        prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), x, before, scaled, length, columns, rows,
+        *strides(x), before.stride(0),
+        D=dim, BT=32, BN=128, FOLD=fold, FIRST=0 if transpose else 1 - fold, TILE=TILE, num_warps=4, device=x.device,
+    )  # fmt: skip
+    return scaled
 
 
 @triton.jit(do_not_specialize=["T", "rows"])

@@ -85,7 +85,7 @@ def _tables(
     patterns: Sequence[Pattern], compact: tuple[int, ...], logits: tuple[Tensor, Tensor] | None, dtype: torch.dtype,
     device: torch.device, kv_head: ValueHeads,
 ) -> Tables:  # fmt: skip
-    """Return the tables of one dtype; `logits` `[C, T]` are those of the slots in `compact`, from `balance`."""
+    """Return the tables of one dtype; `logits` are alpha and rho `[C, T]` of the slots in `compact`, balanced."""
     tables: Tables = {}
     convolved: tuple[int, ...] = ()
     if logits is not None:
