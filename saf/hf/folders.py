@@ -184,17 +184,8 @@ def freeze_folder(
         model.to(source.config().dtype or torch.float32)
     if settings.finalize:
         finalize_(model)
-    repeated = ("checkpoint", "data", "bos", "sequences", "batch_size", "precision", "finalize")
-    recorded = {name: getattr(settings, name) for name in repeated}
-    recorded |= {"config": config.to_dict(), "length": report.statistics.length}
-    header = result_header(
-        "freezing",
-        recorded | {"calibration_seed": settings.calibration_seed or 0},
-        device=device_name(device),
-        checkpoints={PARENT: parent},
-        data={"calibration": data.fingerprint},
-    )
-    _write(settings.out, model, source, report, header | {"precision": precision, "bos": bos})
+    record = _record(settings, report, data, parent) | {"precision": precision, "bos": bos}
+    _write(settings.out, model, source, report, record)
     return report, folder_hash(settings.out), parent
 
 
@@ -249,6 +240,20 @@ def _windows_of_text(
     if heal and not len(rest):
         raise InputError(f"--heal needs more text than the {count + held} sequences that are measured: give more")
     return calibration, heldout, rest.repeat(-(-heal // max(1, len(rest))), 1)[:heal]
+
+
+def _record(settings: CheckpointFreezing, report: FreezeReport, data: TokenData, parent: str) -> dict[str, Any]:
+    """Return the settings and hashes for `RECORD`."""
+    names = ("checkpoint", "data", "bos", "sequences", "batch_size", "precision", "finalize")
+    recorded = {name: getattr(settings, name) for name in names}
+    recorded |= {"config": settings.config.to_dict(), "length": report.statistics.length}
+    return result_header(
+        "freezing",
+        recorded | {"calibration_seed": settings.calibration_seed or 0},
+        device=device_name(pick_device(settings.device)),
+        checkpoints={PARENT: parent},
+        data={"calibration": data.fingerprint},
+    )
 
 
 def _write(out: Path, model: Any, source: TransformersFolder, report: FreezeReport, record: dict[str, Any]) -> None:
