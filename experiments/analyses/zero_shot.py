@@ -51,6 +51,8 @@ CHOICES: dict[str, dict[str, Any]] = {
     "joint_cost": {"score": "forward_kl", "joint_cost": True},
 }
 """Settings of an event by the name of its choice of heads."""
+STYLES = {" pruned": "--", " in linear time": ":"}
+"""Lines of controls, in the colour of the score whose heads they have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -223,15 +225,19 @@ class ZeroShot(Computing):
             groups.setdefault(arm["score"] or arm["name"], []).append(arm)
         tasks = record["ordinary"]["tasks"]
         drawn, axes = subplots(-(-(len(tasks) + 1) // 3), 3)
+        scores = [group for group in groups if not group.endswith(tuple(STYLES))]
         for axis, name in zip(axes.flat, [*tasks, None] if tasks else (), strict=False):
             for group, arms in groups.items():
                 changes = [a["tasks"][name]["change"]["difference"] if name else a["mean_difference"] for a in arms]
                 points = [(100 * arm["share"], 100 * change) for arm, change in zip(arms, changes, strict=True)]
-                axis.plot(*zip((0, 0), *points, strict=True), "o-", label=group)
+                control = next((words for words in STYLES if group.endswith(words)), "")
+                style = {"color": f"C{scores.index(group.removesuffix(control))}", "ls": STYLES.get(control, "-")}
+                axis.plot(*zip((0, 0), *points, strict=True), marker="o", markersize=3, label=group, **style)
             axis.axhline(0, color="grey", lw=0.8)
             title = "mean change" if name is None else f"{name}, {100 * tasks[name]['accuracy']:.2f}% ordinary"
-            axis.set(title=title, xlabel="eligible heads frozen, %", ylabel="points")
-        axes.flat[0].legend()
+            axis.set(title=title, xlabel="eligible heads frozen or pruned, %", ylabel="points")
+        if axes.flat[0].has_data():
+            drawn.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside lower center", ncols=4)
         for axis in axes.flat:
             axis.set_visible(axis.has_data())
         return drawn
