@@ -78,30 +78,29 @@ class FrozenHeads(nn.Module):
     ) -> "FrozenHeads":  # fmt: skip
         """Prepare patterns over `[F, T]`, in head order, for values of `dtype` (one or several).
 
-        A list may mix all kinds of patterns; trainable ones keep their parameters.
-        `kv_head [H]`, in slot order, names the value head each slot reads; without it slots and value heads
-        correspond one to one. Raises InputError on unequal lengths and UnsupportedError when a named backend
-        cannot run here, or cannot train a pattern.
+        A list may mix all kinds of patterns; trainable ones keep their parameters. `kv_head [H]` names the value head
+        that each slot reads; without it slots and value heads correspond one to one. Raises InputError on unequal
+        lengths and UnsupportedError when a named backend cannot run here, or cannot train a pattern.
         """
         patterns, device = pattern_for_each_head(pattern), torch.device(device)
-        lengths = {single.length for single in patterns}
+        lengths = {one.length for one in patterns}
         if len(lengths) != 1:
             raise InputError(f"frozen heads of a layer need patterns of one length; got {sorted(lengths)}")
         dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
-        slots = None if kv_head is None else tuple(map(int, kv_head))
-        if slots is not None and (len(slots) < len(patterns) or min(slots) < 0):
-            raise InputError(f"kv_head must name one value head per slot, from 0, {len(patterns)} frozen; got {slots}")
-        trained = any(map(is_trainable, patterns))
+        read = None if kv_head is None else tuple(map(int, kv_head))
+        if read is not None and (len(read) < len(patterns) or min(read) < 0):
+            raise InputError(f"kv_head must name one value head per slot, from 0, {len(patterns)} frozen; got {read}")
+        trainable = any(map(is_trainable, patterns))
         exponential = any(one.kind == "exponential" for one in patterns)
-        name = choose_backend(backend, device=device, dtypes=dtypes, trainable=trained, exponential=exponential)
-        heads = cls(patterns, name, lengths.pop(), slots)
-        for each in dtypes if trained else ():
-            alpha, rho = heads.logits()
+        name = choose_backend(backend, device=device, dtypes=dtypes, trainable=trainable, exponential=exponential)
+        frozen = cls(patterns, name, lengths.pop(), read)
+        for each in dtypes if trainable else ():
+            alpha, rho = frozen.logits()
             if reason := BACKENDS[name].untrainable_reason(alpha.detach(), rho.detach(), each):
                 raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
-        heads.to(device)
-        heads._prepare(patterns, dtypes, device)
-        return heads
+        frozen.to(device)
+        frozen._prepare(patterns, dtypes, device)
+        return frozen
 
     def _prepare(self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device) -> None:
         """Add the backends' tables of the fixed ones among `patterns` for values of some dtypes."""

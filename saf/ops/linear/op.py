@@ -357,10 +357,11 @@ def exact_tables(patterns: Sequence[ExponentialPattern], device: torch.device, *
     patterns = [one.to(dtype=torch.float64, device=device) for one in patterns]
     # The state serves distances from (N - 1) C + 1 on: N is the fewest tiles for which the band ends before that.
     num_tiles = 1 + -(-(max(one.band.shape[-1] for one in patterns) - 1) // chunk)
-    poles = 1 << (max(16, *(one.damping.shape[-1] for one in patterns)) - 1).bit_length()  # as kernels index them
+    most_poles = max(16, *(one.damping.shape[-1] for one in patterns))
+    num_poles = 1 << (most_poles - 1).bit_length()  # kernels index powers of two
     weights = torch.stack([one.distance_weights() for one in patterns])
     largest = weights.amax(-1, keepdim=True)
-    by_head = [_head_tables(*each, chunk, num_tiles, poles) for each in zip(patterns, largest, strict=True)]
+    by_head = [_head_tables(*each, chunk, num_tiles, num_poles) for each in zip(patterns, largest, strict=True)]
     tables = LinearTables(*(torch.stack(of_heads) for of_heads in zip(*by_head, strict=True)))
     keys = torch.stack([one.key_logits() for one in patterns])
     keys = (keys - keys.amax(-1, keepdim=True)).exp()
@@ -383,7 +384,7 @@ def _head_tables(
 
     pole = torch.complex(-damping, frequency)
     write = (pole[:, None] * (rows - 1 - row)).exp()
-    # Read from the last row of chunk c - N, (N - 1) C + 1 before row 0.
+    # h_c ends with the last row of chunk c - N, which is (N - 1) C + 1 positions before row 0 of chunk c.
     # c cos + s sin = Re((c - is) e^{iwt}); Re(r h) = Re r Re h - Im r Im h.
     read = (pole * (row[:, None] + (num_tiles - 1) * rows + 1 - width)).exp() * torch.complex(cosine, -sine) / largest
     turns = (pole * rows * 2 ** torch.arange(TURNS, device=damping.device)[:, None]).exp()
