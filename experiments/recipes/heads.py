@@ -344,9 +344,7 @@ RECIPES["pretrained"] = Recipe(
     source=paper.QWEN_ZERO_SHOT,
     measurements=(_pretrained(_SMOLLM2, batch_size=16), _pretrained(_GEMMA, bos=True, batch_size=4)),
     notes=(
-        f"Models are the folders {_SMOLLM2} (SmolLM2-135M-Instruct) and {_GEMMA} (gemma-3-270m) of transformers. Their "
-        f"texts are {_SMOLLM2}-text and {_GEMMA}-text, made by `saf data prepare FILES --tokenizer MODEL`; the other "
-        f"text is {_OTHER}.",
-        "The same command continues a measurement that stopped. The paper has no such table.",
+        f"Models are the folders {_SMOLLM2} (SmolLM2-135M-Instruct) and {_GEMMA} (gemma-3-270m). Their texts are "
+        f"{_SMOLLM2}-text and {_GEMMA}-text, made by `saf data prepare FILES --tokenizer MODEL`, and {_OTHER}.",
     ),
 )
