@@ -37,7 +37,8 @@ class Experiments:
     recipes: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
     """Names of recipes, or tables and figures of the paper: table-8, figure-3, tab:timing-main."""
     scale: str = "small"
-    """paper, small or smoke; small also with tokens, small-75M, and each with the name of a series, small-75M-again."""
+    """smoke, small, 124m-84M, converged or paper (docs/experiments.md); small also with tokens, small-75M, and each
+    with the name of a series, small-75M-again."""
     arms: tuple[str, ...] = ()
     """Run only these arms, of the recipes' or any others, with what they need; or only these measurements."""
     seeds: tuple[int, ...] = ()

@@ -552,7 +552,7 @@ def _all() -> dict[str, Arm]:
     arms: dict[str, Arm] = {}
     for arm in [*(arm for family in families for arm in family()), *OWN_ARMS]:
         if arm.name in arms:
-            raise ValueError(f"two arms are called {arm.name!r}")
+            raise ValueError(f"two arms are called {arm.name!r}; give one of them another name")
         arms[arm.name] = arm
     return arms
 

@@ -35,7 +35,7 @@ class Inputs:
     def text(self) -> Path:
         """Return the folder of prepared text; raise InputError where none is named."""
         if self.data is None:
-            raise InputError("training needs --data, a folder made by `saf data prepare`")
+            raise InputError("training needs --data, a folder made by `saf data prepare`; --scale smoke makes its own")
         return self.data
 
     def examples(self, task: str) -> tuple[Path, Path]:

@@ -147,5 +147,7 @@ def answering(word: str) -> list[str]:
 def recipe(name: str) -> Recipe:
     """Return a recipe; raise InputError for a name that there is not."""
     if name not in all_recipes():
-        raise InputError(f"there is no recipe {name!r}{did_you_mean(name, names()) or '; list them without a name'}")
+        raise InputError(
+            f"there is no recipe {name!r}{did_you_mean(name, names()) or '; `python -m experiments` lists them'}"
+        )
     return all_recipes()[name]

@@ -135,7 +135,9 @@ class Run:
         before = record["experiment"]["settings"]
         changed = sorted(n for n in before.keys() | self.changes.keys() if before.get(n) != self.changes.get(n))
         if changed:
-            raise InputError(f"{self.folder} has other settings ({', '.join(changed)}); remove it or its --out")
+            raise InputError(
+                f"{self.folder} has other settings ({', '.join(changed)}); remove it, or choose another --out"
+            )
         return record
 
     def can_begin(self, missing: Collection[Key]) -> bool:

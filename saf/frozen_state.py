@@ -206,7 +206,7 @@ def read_pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) ->
 
 
 def _saved_rows(number: int, edit: LayerEdit, tensors: Mapping[str, Tensor]) -> Removed:
-    """Return the saved rows for undoing, those missing in a layout; after `finalize_` none were saved.
+    """Return the saved rows for undoing, of heads that a layout has no rows of; after `finalize_` none were saved.
 
     Raises CheckpointError for rows of another shape than the model's.
     """

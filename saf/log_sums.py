@@ -1,11 +1,12 @@
 """Sums over a compact pattern's causal entries, in the log domain, without ever forming a T x T array.
 
-Row, column and diagonal sums of `exp(u_i + alpha_j + rho_{i-j})` are one operation, a causal convolution of
-exponentials, read in different orders. It is cut into blocks of C positions: the tile of `right` at block
-offset d serves every pair of blocks (I, I - d), so each offset is one small matrix product per head. Terms
-are non-negative, so nothing cancels: with block maxima factored out each result is accurate in itself.
+Row, column and diagonal sums of `exp(log_row_i + alpha_j + rho_{i-j})`, where `log_row` scales the rows (-log Z makes
+them the pattern's), are one operation: a causal convolution of exponentials, read in different orders. It is cut into
+blocks of C positions. Of its second operand, `right`, the tile at block offset d serves every pair of blocks
+(I, I - d), so each offset is one small matrix product per head. Terms are non-negative, so nothing cancels: with block
+maxima factored out, each result is accurate in itself.
 
-A sum takes T**2 / 2 products a head, in T / C steps. Sum many heads at once: a step of one is mostly waiting.
+A sum takes T**2 / 2 products a head, in T / C steps. Sum many heads at once: a step of one head is mostly overhead.
 """
 
 import math
@@ -20,7 +21,7 @@ DEFAULT_BLOCK = 128
 # Block offsets that a GPU takes in one product: enough to fill it.
 _GPU_OFFSETS = 32
 # Share of a dtype's range, in nats, that a tile may span; its sums need the rest. A round number.
-_OF_RANGE = 0.95
+_SHARE_OF_RANGE = 0.95
 # Tile elements held at once; further heads follow in turn.
 _HELD_ELEMENTS = 1 << 27
 # Fillings at the ends: logarithms of zero, or the first and last value.
@@ -62,7 +63,7 @@ def log_causal_convolution(left: Tensor, right: Tensor, *, block: int = DEFAULT_
 
 def _safe_block(left: Tensor, right: Tensor, block: int) -> int:
     """Halve the block until no row of a tile lies so far below the tile's maximum that it underflows."""
-    limit = -_OF_RANGE * math.log(torch.finfo(left.dtype).tiny)
+    limit = -_SHARE_OF_RANGE * math.log(torch.finfo(left.dtype).tiny)
     left, right = (values.reshape(-1, values.shape[-1]) for values in (left, right))
     while block > 1 and len(left):
         spread = _largest_range(_blocks(left, block, **_EDGE)) + _largest_range(_windows(right, block, **_EDGE))
@@ -73,6 +74,7 @@ def _safe_block(left: Tensor, right: Tensor, block: int) -> int:
 
 
 def _largest_range(values: Tensor) -> Tensor:
+    """Return the largest difference of two values in a block, over the blocks of each head."""
     return (values.amax(-1) - values.amin(-1)).amax(-1)
 
 

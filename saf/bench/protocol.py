@@ -42,9 +42,10 @@ Role = Literal["control", "kernel", "frozen", "free", "pruned"]
 FREE, PRUNED, FLEX = "free", "pruned", "flex"
 """In place of a backend: heads whose mixing costs nothing, heads that are removed. As a kernel: flex attention."""
 MIN_PAIRS = 2
+"""Fewest pairs of a row, unless only one is asked for."""
 OUT_OF_TIME = "out of time"
 RECOMPILES = 64
-"""Programs of one function that the compiler may hold: one an arm, and some to spare."""
+"""How many programs the compiler may hold for one function: one an arm, and some to spare."""
 
 Key = TypeVar("Key")
 Pair = tuple[float, float]
@@ -457,6 +458,7 @@ ATTENTION = (
     *("attention", "sdpa", "flash", "fmha", "toeplitz", "fused_forward", "key_block", "query_block", "prescale"),
     "flash_decode_kernel",
 )
+"""Parts of names of GPU kernels that mix positions; records list these kernels as `attention`."""
 MARKS = {
     "cudnn": ("cudnn",),
     "flash": ("flash_fwd", "flash_attention", "flashattnfwd", "flash_attncute"),  # PyTorch's own, FlashAttention-3, -4

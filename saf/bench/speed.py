@@ -42,7 +42,8 @@ from saf.records.table import signed
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 BEGIN_SHARE = 0.5
-"""A point begins when this share of the longest before it is left; it then ends with fewer pairs."""
+"""A point begins where the time left is at least this share of the longest point before it; it may end with fewer
+pairs."""
 SPAWN = multiprocessing.get_context("spawn")
 
 
@@ -58,9 +59,11 @@ class Speed:
 
     kind: ClassVar[str]
     micro_batches: ClassVar[int | None] = None
-    """Micro-batches of a point that names none; None where a point has none."""
+    """Micro-batches of a point that names none; None for benchmarks whose points have none."""
     cuda_others: ClassVar[tuple[str, ...]] = ("auto", "flash", FLEX)
+    """`others` on CUDA by default."""
     cuda_backends: ClassVar[tuple[str, ...]] = ("toeplitz", "fused")
+    """`backends` on CUDA by default."""
 
     model: str = "124m"
     """Time this preset with random weights, or a folder with its own frozen heads: a checkpoint, a run, or what
@@ -84,7 +87,7 @@ class Speed:
     repeats: int = 1
     """Time so many calls in a block; the block's time is their median."""
     warmup: int = 3
-    """Call each arm so often untimed."""
+    """Call each arm so many times before, untimed."""
     tolerance: float = 0.01
     """Refuse comparisons where the ratio of two ordinary models is further than this from 1."""
     seed: int = 0
@@ -220,7 +223,9 @@ class ModelSpeed(Speed):
 
     def check(self) -> None:
         super().check()
-        require(not (is_folder(self.model) and self.num_layers), "num_layers must be left out of a folder")
+        require(
+            not (is_folder(self.model) and self.num_layers), "num_layers must be left out: a folder has its own layers"
+        )
         require(self.pairs > 0 or self.memory, "pairs must be at least 1 unless memory is measured")
         require(self.cuda or not self.memory, "memory is measured on CUDA alone; leave it out")
         self.variants()
@@ -235,7 +240,7 @@ class ModelSpeed(Speed):
         return self.parsed_points()
 
     def variants(self) -> tuple[str, ...]:
-        """Name what is timed of each arm; raise UnsupportedError for graphs without CUDA."""
+        """Name the ways in which each arm is timed (`launch_modes`); raise UnsupportedError for graphs without CUDA."""
         return launch_modes(self.graphs, self.execution.device)
 
     def arms(self, point: Point) -> list[Comparison]:

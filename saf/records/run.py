@@ -69,7 +69,7 @@ class RecordedRun:
     def finished_result(self) -> dict[str, Any]:
         """Return result.json; raise InputError when the run has not ended."""
         if self.result is None:
-            raise InputError(f"{self.folder} has no result.json: the run has not ended. Resume it first")
+            raise InputError(f"{self.folder} has no result.json: the run has not ended. Go on with --resume first")
         return self.result
 
     def seconds(self, clock: str) -> float | None:
@@ -315,7 +315,7 @@ def inherit_events(source: Path, folder: Path) -> None:
 
 
 def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
-    """Return frozen, pruned, both or ordinary by a model's heads, or by its events where these were all undone."""
+    """Return frozen, pruned, both or ordinary by a model's heads; where all were undone, by the first event."""
     kinds = [kind for kind, heads in (("frozen", frozen), ("pruned", pruned)) if heads]
     undone = [STATE_AFTER[event.kind] for event in events if event.kind != "undo" and event.heads]
     return " and ".join(kinds) or next(iter(undone), "ordinary")

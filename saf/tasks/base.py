@@ -1,6 +1,7 @@
 """`Task`: what a run trains on and is measured by; and how any model is measured: batches, likelihoods, answers.
 
-A run assumes no text: its position in the data, and what must be equal to continue from a checkpoint, come from `Task`.
+A run does not know what it trains on: its position in the data, and what must be equal to continue from a checkpoint,
+come from `Task`.
 Sequences of one length share a forward pass of likelihoods, and no token of padding enters: patterns of frozen heads
 count positions from a sequence's first token (paper, Appendix on pretrained models).
 """
@@ -36,10 +37,11 @@ Tokens = tuple[int, ...]
 Answer = Mapping[str, Any]
 """How one question is answered.
 
-Its `id`, the numbers of the right choice (`answer`) and the one taken (`taken`), `right` where they are the same,
-`shortened`, and the log-probability of each choice in nats, summed over its tokens (`log_probs`). Questions of a run
-have the number of tokens of the right choice (`answer_tokens`); where a zero-shot task has it, `right_norm` goes by
-log-probabilities over the characters of choices.
+Its `id`, the numbers of the right choice (`answer`) and of the one taken (`taken`), whether they are the same
+(`right`), whether the context was cut to fit (`shortened`), and the log-probability of each choice in nats, summed over
+its tokens (`log_probs`). Questions that a run trained for also have the number of tokens of the right choice
+(`answer_tokens`). Some zero-shot tasks have `right_norm`: whether the right choice has the highest log-probability a
+character.
 """
 In = TypeVar("In")
 Out = TypeVar("Out")
@@ -95,9 +97,9 @@ class Task(ABC):
     def training(
         self, update: int, device: torch.device, *, first: int = 0, every: int = 1
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the micro-batches after `update` updates: number `first`, then each `every`, for a process of several.
+        """Yield the micro-batches after `update` updates: number `first`, then every `every`-th.
 
-        The next one is fetched before this one is used.
+        Several processes share them out by these two. The next one is fetched before this one is used.
         """
         size = self.settings.batch_size
         position = update * self.windows_per_update + first * size
@@ -122,7 +124,7 @@ class Task(ABC):
 
     @abstractmethod
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        """Loss that decisions during a run read, nats per target: of `eval_windows` sequences, or of some batches."""
+        """Loss that decisions during a run read, nats per target, of `eval_windows` sequences or of so many batches."""
 
     def controller_count(self, batches: int | None) -> int:
         """Sequences of `controller_loss`."""

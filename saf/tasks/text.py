@@ -29,8 +29,9 @@ EVALUATION, LOG_PROBS = EVALUATION_FILES = ("evaluation.json", "log_probs.safete
 class TextTask(Task):
     """Predict every next token of the training partition.
 
-    Calibration reads the partition that the folder was prepared for, decisions during a run the controller partition,
-    the final report the report partition.
+    Calibration reads the partition that the settings name, by default the one that the folder was prepared for
+    (`calibration`, or `train` where none is held out for it); decisions during a run read the controller partition, the
+    final report the report partition.
     """
 
     name = "text"
