@@ -213,7 +213,7 @@ class FreezeReport:
             notes.append(healing_words(asdict(self.healing)))
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         notes.append(f"{sum(self.seconds.values()):.2f} s ({parts})")
-        columns = ["layer", f"{self.kind} heads", f"{self.config['score']} ({self.kind})"]
+        columns = ["layer", f"{self.kind} heads (numbers)", f"{self.config['score']} ({self.kind})"]
         columns += ["fit KL, nats (worst)"] * bool(fit_kl)
         return Table.of(self.summary, columns, rows, notes=["; ".join(notes)])
 

@@ -88,7 +88,7 @@ def _tables(contents: Contents) -> Iterator[Table]:
         rows: list[list[Any]] = [[str(layer), some] for layer, some in zip(layers, heads, strict=True)]
         for row, patterns in zip(rows, contents.get("patterns", ()), strict=False):
             row += [_counts(patterns["kinds"]), patterns["length"]]
-        yield Table.of("frozen heads", ("layer", "heads", "patterns", "length")[: len(rows[0])], rows)
+        yield Table.of("frozen heads", ("layer", "heads (numbers)", "patterns", "length")[: len(rows[0])], rows)
     if events := contents.get("events"):
         names = ("number", "kind", "update", "undone_by", "reason")
         rows = [[*(event[name] for name in names), len(event["heads"])] for event in events]

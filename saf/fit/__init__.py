@@ -64,10 +64,10 @@ def fit_with_certificate(
     certificate = Certificate(torch.maximum(*relative), l1, steps.reshape(shape[:-1]), tolerance)
     stopped = int((~certificate.converged).sum())
     if stopped and fitter != "adam":  # the paper's has a fixed number of steps
-        more = ", or raise the fitter option max_sweeps (--fitter-options max_sweeps 2000)"
+        more = "; else raise the fitter option max_sweeps (--fitter-options max_sweeps 2000)"
         warnings.warn(
             f"{stopped} of {certificate.converged.numel()} patterns were not yet fitted within {tolerance:g} (relative "
-            f"error up to {certificate.max_relative.max():.2g}): see whether their fit KL is low"
+            f"error up to {certificate.max_relative.max():.2g}): it matters little where their fit KL is low"
             + (more if fitter == "proportional" else ""),
             SafWarning,
             stacklevel=3,

@@ -221,7 +221,10 @@ class FrozenHeads(nn.Module):
 
 def beyond_patterns(length: int, longest: int) -> str:
     """Return the message for an input longer than the patterns of frozen heads."""
-    return f"input has {length} positions, the frozen heads' patterns cover {longest}: shorten it, or freeze for more"
+    return (
+        f"input has {length} positions, the frozen heads' patterns cover {longest}: shorten it (in generate, the "
+        "prompt or max_new_tokens), or freeze again with calibration sequences that long (--length)"
+    )
 
 
 @contextmanager
