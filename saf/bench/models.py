@@ -161,7 +161,10 @@ class ModelPlan:
         if self.folder is None:
             shape_of(self.model, self.length, self.num_layers)
         elif self.length > (self.folder.longest or self.length):
-            raise InputError(f"{self.model} takes at most {self.folder.longest} tokens; got a point of {self.length}")
+            longest = self.folder.longest
+            raise InputError(
+                f"{self.model} takes at most {longest} tokens, got {self.length}: give --points {longest}x1"
+            )
 
     @cached_property
     def folder(self) -> FolderModel | None:

@@ -36,7 +36,7 @@ class _Bench:
     """Settings that each benchmark's command adds to its own."""
 
     folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = None
-    """Time this checkpoint, run, or output of saf.save or save_pretrained with its own frozen heads, not --model."""
+    """Time this folder's model with its own frozen heads, in place of --model."""
     out: Path | None = None
     """Write the record to this new JSON file."""
     json: bool = False

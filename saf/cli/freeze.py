@@ -60,7 +60,8 @@ class Command(CheckpointFreezing):
             )
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
         length = report.statistics.length
-        lines = [f"{kind} written to {self.out}, for inputs of up to {length:,} tokens", f"hash {written}"]
+        limit = f", for inputs of up to {length:,} tokens" if self.config.operation == "freeze" else ""
+        lines = [f"{kind} written to {self.out}{limit}", f"hash {written}"]
         show(result, report.cost, report.table(), *lines, self._next(kind, length), as_json=self.json)
         return result
 
