@@ -14,6 +14,10 @@ class SafWarning(UserWarning):
     """A call did less than requested, or has a consequence worth knowing; commands print it as a plain line."""
 
 
+class LengthWarning(SafWarning):
+    """Calibration sequences are shorter than the model's longest input, which frozen heads will then refuse."""
+
+
 class InputError(SafError, ValueError):
     """An argument, shape or setting cannot be used."""
 

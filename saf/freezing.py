@@ -26,7 +26,7 @@ from saf.calibration import (
 )
 from saf.calibration.capture import measurable_heads
 from saf.distributed import all_ranks_or_raise, on_rank0
-from saf.errors import InputError, LossError, SafWarning, SelectionError, UnsupportedError
+from saf.errors import InputError, LengthWarning, LossError, SafWarning, SelectionError, UnsupportedError
 from saf.fit import ExponentialFit, fit_exponential_heads, fit_kl, fit_with_certificate, split_options
 from saf.freeze_config import FreezeConfig, check_heads, head_order
 from saf.freeze_report import FittedHead, FreezeReport
@@ -180,12 +180,15 @@ def _check(adapter: Adapter, sequences: Sequences, config: FreezeConfig, allow_e
     longest, sites, length = adapter.max_length, adapter.sites(), sequences.length
     freezes = config.operation == "freeze"  # pruned heads have no pattern that ends
     if freezes and longest is not None and length != longest:
-        shorter = "once heads are frozen, longer inputs are refused"
-        longer = "attention is measured beyond its context"
+        consequence = (
+            "once heads are frozen, longer inputs are refused"
+            if length < longest
+            else "attention is measured beyond its context"
+        )
         warnings.warn(
-            f"calibration has {length} tokens, the model takes up to {longest}: "
-            f"{shorter if length < longest else longer}; calibrate on {longest} tokens unless this is intended",
-            **_AT_CALLER,
+            f"calibration has {length} tokens, the model takes up to {longest}: {consequence}; "
+            f"calibrate on {longest} tokens unless this is intended",
+            **{**_AT_CALLER, "category": LengthWarning if length < longest else SafWarning},
         )
     check_heads(config, [site.layout for site in sites], allow_empty=allow_empty)
     if config.heads is not None:

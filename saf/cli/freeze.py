@@ -11,7 +11,7 @@ import tyro
 
 from saf.cli.output import Countdown, say, show
 from saf.cli.parsing import parse
-from saf.errors import SafWarning
+from saf.errors import LengthWarning
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
 from saf.freeze_config import FreezeConfig
 from saf.records.run import means_transformers
@@ -53,7 +53,7 @@ class Command(CheckpointFreezing):
 
             freeze, kind = freeze_folder, "model"
         if self.length is not None:  # whoever names a length has chosen it
-            warnings.filterwarnings("ignore", message="calibration has", category=SafWarning)
+            warnings.filterwarnings("ignore", category=LengthWarning)
         with Countdown(after=AFTER) as progress:
             report, written, parent = freeze(
                 self, say=say, countdown=lambda verb, items: partial(progress, verb, items)
