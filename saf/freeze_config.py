@@ -57,7 +57,8 @@ class FreezeConfig:
     count: int | None = None
     """Freeze this number of heads, whatever rate is."""
     score: str | Score = field(default="variance", metadata={"one_of": SCORES})
-    """Freeze the heads with the lowest values of this score; in Python it may be a function of the statistics."""
+    """Freeze the heads with the lowest values of this score: variance of attention between sequences, or forward_kl,
+    the KL divergence of a sequence's attention from the mean. In Python it may be a function of the statistics."""
     pattern: str = field(default="mean", metadata={"one_of": TARGETS})
     """Replace a frozen head's attention by this pattern."""
     storage: Storage = "compact"

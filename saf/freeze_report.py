@@ -174,6 +174,10 @@ class FreezeReport:
         return f"{len(self.heads)} of {self.scores.numel()} heads {self.kind} {by}{in_all}{later}"
 
     @property
+    def _limit(self) -> str:
+        return number(self.config["max_fit_kl"], 3)
+
+    @property
     def cost(self) -> str:
         """What the event cost, and which layer costs most, or has the worst fit if that is not known."""
         rise = "not measured: there is no held-out text"
@@ -188,7 +192,7 @@ class FreezeReport:
             layer = f"; {worst_layer_words(self.worst_layer)}"
         elif self.fit_kl:
             (worst, _), kl = max(self.fit_kl.items(), key=lambda each: each[1])
-            layer = f"; layer {worst} has the worst fit ({number(kl, 3)} nats)"
+            layer = f"; layer {worst} has the worst fit ({number(kl, 3)} nats; limit {self._limit})"
         return f"Cost: {rise}{layer}."
 
     def table(self) -> Table:
@@ -200,21 +204,22 @@ class FreezeReport:
             span = " to ".join(dict.fromkeys(number(score, 3) for score in (min(scores), max(scores))))
             worst = [f"{max(kl for (at, _), kl in fit_kl.items() if at == layer):.4f}"] if fit_kl else []
             rows.append([layer, " ".join(map(str, chosen)), span, *worst])
-        notes = [f"{len(self.rejected)} rejected"] if self.kind == "frozen" else []
+        skipped = len(self.rejected)
+        notes = [f"{skipped} skipped: their fits are worse than {self._limit} nats"] if skipped else []
         if self.exponential:
             notes.append(exponential_words(self.to_dict()["exponential"]))
         if (joint := self.joint_cost) is not None:
             rise = signed(100 * perplexity_rise(0.0, joint.rise), 2)
             notes.append(
-                f"{len(joint.accepted)} accepted together, {len(joint.refused)} refused of {len(joint.alone)} tried "
-                f"(perplexity {rise} where they were chosen)"
+                f"{len(joint.accepted)} of {len(joint.alone)} candidates taken: together they change perplexity by "
+                f"{rise} on the text that chose them"
             )
         if self.healing is not None:
             notes.append(healing_words(asdict(self.healing)))
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         notes.append(f"{sum(self.seconds.values()):.2f} s ({parts})")
         columns = ["layer", f"{self.kind} heads (numbers)", f"{self.config['score']} ({self.kind})"]
-        columns += ["fit KL, nats (worst)"] * bool(fit_kl)
+        columns += [f"worst fit, nats (limit {self._limit})"] * bool(fit_kl)
         return Table.of(self.summary, columns, rows, notes=["; ".join(notes)])
 
     def __repr__(self) -> str:

@@ -190,19 +190,21 @@ def _planned(
                 message = f"frozen heads saved with backend {name!r} run with 'auto', other rounding: {error}"
                 warnings.warn(message, SafWarning, stacklevel=6)  # past two decorators, at the caller of load
                 name = "auto"
-        patterns = {head: read_pattern(tensors, f"{number}.{head}.", head in trained) for head in layout.frozen}
+        patterns = {head: read_pattern(tensors, (number, head), head in trained) for head in layout.frozen}
         edits[number] = plan_edit(site, layout, patterns, backend=name, optimizer=None)
     return edits
 
 
-def read_pattern(tensors: Mapping[str, Tensor], prefix: str, trainable: bool) -> Pattern:
-    """Return the pattern stored under a prefix; raise CheckpointError when it is missing."""
+def read_pattern(tensors: Mapping[str, Tensor], head: Head, trainable: bool) -> Pattern:
+    """Return the stored pattern of a head; raise CheckpointError when it is missing."""
     names = {name for kind in PATTERN_KINDS.values() for name in kind.parts}
+    layer, number = head
+    prefix = f"{layer}.{number}."
     own = {name: tensors[prefix + name] for name in names if prefix + name in tensors}
     try:
         return pattern_from_state(own, trainable=trainable)
     except CheckpointError as error:
-        raise CheckpointError(f"the pattern {prefix.rstrip('.')} is missing or incomplete: {error}") from error
+        raise CheckpointError(f"layer {layer} head {number} must have a whole pattern: {error}") from error
 
 
 def _saved_rows(number: int, edit: LayerEdit, tensors: Mapping[str, Tensor]) -> Removed:

@@ -151,7 +151,7 @@ def _frozen_heads(path: Path, state: Mapping[str, Any], tensors: Mapping[str, Te
         size = 0
         for head in layers[number]["frozen"]:
             try:
-                pattern = read_pattern(tensors, f"{number}.{head}.", trainable=False)
+                pattern = read_pattern(tensors, (number, head), trainable=False)
             except SafError as error:
                 where = f"the pattern of head ({number}, {head})"
                 raise CheckpointError(f"{path / TENSORS_FILE}: {where}: {error}") from error
