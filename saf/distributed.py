@@ -26,6 +26,10 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # --- the group
 
 
+def _started_by_torchrun() -> bool:
+    return all(name in os.environ for name in _TORCHRUN)
+
+
 def in_group() -> bool:
     """Return whether this process is in a group, of one process perhaps."""
     return distributed.is_available() and distributed.is_initialized()
@@ -64,13 +68,13 @@ def process_group(device: str) -> Iterator[None]:
     On CUDA a rank takes the GPU of its number on the machine. Only rank 0 shows the project's warnings. When another
     rank ends, the next message to it raises PyTorch's error.
     """
-    if in_group() or not all(name in os.environ for name in _TORCHRUN):
+    if in_group() or not _started_by_torchrun():
         yield
         return
     cuda = torch.cuda.is_available() and device != "cpu"
     if cuda:
         local, devices = int(os.environ["LOCAL_RANK"]), torch.cuda.device_count()
-        if local >= devices:
+        if int(os.environ.get("LOCAL_WORLD_SIZE", local + 1)) > devices:  # so that all of the machine raise
             raise InputError(f"processes per machine must be at most its {devices} GPUs; lower --nproc-per-node")
         torch.cuda.set_device(local)
     distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
@@ -141,6 +145,16 @@ def _exchange(error: Exception | None, own: Any = None) -> list[Any]:
 def _is_shared(error: BaseException | None) -> bool:
     """Return whether every rank raises an error, or the one that it replaced."""
     return error is not None and (getattr(error, "shared_by_ranks", False) or _is_shared(error.__context__))
+
+
+def prints_error(error: Exception) -> bool:
+    """Return whether this process prints the error that ends it: of ranks that share an error, the first one does.
+
+    Before there is a group, the first process of each machine prints, because all refuse a command alike.
+    """
+    if rank_and_size()[1] > 1:
+        return is_rank0() or not _is_shared(error)
+    return not _started_by_torchrun() or os.environ["LOCAL_RANK"] == "0"
 
 
 def all_gather(own: Any) -> list[Any]:

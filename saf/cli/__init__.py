@@ -78,7 +78,8 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a pipe that was closed is noticed here rather than at Python's exit
         return code
     except SafError as error:
-        print(f"saf {name}: {_settings_as_flags(str(error), module) if module else error}", file=sys.stderr)
+        if _prints(error):
+            print(f"saf {name}: {_settings_as_flags(str(error), module) if module else error}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
     except KeyboardInterrupt:
@@ -120,6 +121,15 @@ def _settings_as_flags(text: str, module: Any) -> str:
     names = {each.name for kind in kinds for each in fields(kind)}
     flag = lambda match: f"--{match[0].replace('_', '-')}" if match[0] in names else match[0]  # noqa: E731
     return re.sub(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/=-])", flag, text)
+
+
+def _prints(error: SafError) -> bool:
+    """Return whether this process prints an error; of several processes that share it, one does."""
+    if "torch" not in sys.modules:  # it takes seconds to load
+        return True
+    from saf.distributed import prints_error
+
+    return prints_error(error)
 
 
 def _end_in_group(code: int) -> None:
