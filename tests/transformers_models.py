@@ -42,6 +42,8 @@ FAMILIES = {
     "qwen2": ("Qwen2", {"num_key_value_heads": 2}),
     "llama-biases": ("Llama", {"num_key_value_heads": 4, "attention_bias": True}),
     "mistral": ("Mistral", {"num_key_value_heads": 1, "sliding_window": None}),
+    "arcee": ("Arcee", {"num_key_value_heads": 2}),
+    "helium": ("Helium", {"num_key_value_heads": 4, "head_dim": 12}),
     "gpt2": ("GPT2", {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}),
     "phi3": ("Phi3", {"num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
     "gemma2": ("Gemma2", GEMMA | {"attn_logit_softcapping": 2.0, "attn_implementation": "eager"}),

@@ -61,6 +61,8 @@ FAMILIES = (
     Family(name="Mistral", attention="MistralAttention"),
     Family(name="Qwen2", attention="Qwen2Attention"),
     Family(name="Qwen3", attention="Qwen3Attention", norms=True),
+    Family(name="Arcee", attention="ArceeAttention"),
+    Family(name="Helium", attention="HeliumAttention"),
     Family(
         name="GPT-2",
         attention="GPT2Attention",

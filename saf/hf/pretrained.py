@@ -1,4 +1,4 @@
-"""`patch_pretrained` lets `save_pretrained`, `from_pretrained` and `push_to_hub` of transformers handle frozen heads.
+"""`patch_pretrained` lets transformers save, open and upload models with frozen heads, and generate within their limit.
 
 A saved folder has the weights, `saf.json` and `saf.safetensors`, and a section about the heads in its README.
 transformers builds an empty model from the configuration and then loads weights into it. As frozen heads have no query
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from saf.errors import CheckpointError, InputError, UnsupportedError
@@ -50,11 +50,13 @@ _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "
 
 @cache
 def patch_pretrained() -> None:
-    """Wrap the methods of `PreTrainedModel` that open, save and upload folders; further calls do nothing."""
+    """Wrap the methods of transformers that open, save, upload and generate; further calls do nothing."""
     base: Any = PreTrainedModel
     base.from_pretrained = classmethod(_wrap_open(vars(base)["from_pretrained"].__func__))
     base.save_pretrained = _wrap_save(base.save_pretrained)
     base._upload_modified_files = _wrap_upload(base._upload_modified_files)
+    generation: Any = GenerationMixin
+    generation._prepare_cache_for_generation = _wrap_generate(generation._prepare_cache_for_generation)
 
 
 # --- saving
@@ -194,6 +196,26 @@ def _restore_heads_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor
     for site, layout in zip(sites, layouts, strict=True):
         own = state_of(site.attention)
         compare_layouts(f"layer {site.attention.layer_idx}", None if own is None else own.frozen_layout, layout)
+
+
+# --- generating
+
+
+def _wrap_generate(ordinary: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(ordinary)
+    def _prepare_cache_for_generation(
+        self: Any, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, length: int
+    ) -> Any:
+        """Raise InputError where prompt and new tokens, the last one left out, have more tokens than the patterns."""
+        longest = (config_entry(self.config) or {}).get("max_length")
+        if longest is not None and length > longest:
+            raise InputError(
+                f"prompt and new tokens must be at most {longest + 1} together, as the frozen heads' patterns cover "
+                f"{longest}, got {length + 1}: lower max_new_tokens"
+            )
+        return ordinary(self, generation_config, model_kwargs, generation_mode, batch_size, length)
+
+    return _prepare_cache_for_generation
 
 
 # --- the section of the model card

@@ -119,10 +119,21 @@ def test_inputs_longer_than_the_patterns_are_refused_before_the_first_layer(shap
             lambda: model.base_model(ids),
             lambda: model(ids[:, 20:], past_key_values=cache),
             lambda: model(tokens(1, LENGTH + 8), position_ids=document, use_cache=False),
-            lambda: generate(model, prompt, torch.ones_like(prompt), max_new_tokens=6),
         ):
             with pytest.raises(InputError, match=f"cover {LENGTH}"):
                 refused()
+        begun = model.register_forward_pre_hook(lambda *_: pytest.fail("a pass has begun"))
+        whole, embeds = {"input_ids": prompt}, {"inputs_embeds": model.get_input_embeddings()(prompt)}
+        for options in (
+            whole | {"max_new_tokens": 6},
+            whole | {"max_length": LENGTH + 2, "use_cache": False},
+            whole | {"max_new_tokens": 6, "cache_implementation": "static"},
+            whole | {"max_new_tokens": 6, "prompt_lookup_num_tokens": 3},
+            embeds | {"max_new_tokens": 6},
+        ):
+            with pytest.raises(InputError, match=f"at most {LENGTH + 1} together"):
+                model.generate(**options)
+        begun.remove()
         assert generate(model, prompt, torch.ones_like(prompt), max_new_tokens=5).shape[1] == LENGTH + 1, "not read"
         with pytest.raises((InputError, UnsupportedError)):
             model(ids[:, :4], past_key_values=fixed)
