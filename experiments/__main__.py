@@ -14,7 +14,7 @@ from experiments.measurements import Maker
 from experiments.paper import NUMBERED
 from experiments.recipe import Recipe, answering, names, recipe
 from experiments.records import read_records
-from experiments.results import document, recipe_blocks, write_pages
+from experiments.results import document, on_terminal, recipe_blocks, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
 from experiments.scales import Scale, scale_named
 from experiments.tables import RecipeTable, check_recipe, latex
@@ -34,33 +34,33 @@ class Experiments:
     code 75: a signal stopped a run after a checkpoint.
     """
 
-    recipes: Annotated[tuple[str, ...], tyro.conf.Positional] = ()
+    recipes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE ...]")] = ()
     """Names of recipes, or tables and figures of the paper: table-8, figure-3, tab:timing-main."""
     scale: str = "small"
-    """smoke, small, 124m-84M, converged or paper (docs/experiments.md); small also with tokens, small-75M, and each
-    with the name of a series, small-75M-again."""
-    arms: tuple[str, ...] = ()
+    """smoke, small, 124m-84M, converged or paper (docs/experiments.md); with tokens, small-75M; with the name of a
+    further series of runs, small-75M-again."""
+    arms: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[ARM ...]")] = ()
     """Run only these arms, of the recipes' or any others, with what they need; or only these measurements."""
-    seeds: tuple[int, ...] = ()
+    seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="[SEED ...]")] = ()
     """Seeds instead of the scale's, of which a recipe takes as many as the paper's table has."""
     out: Path = Path("runs")
     """Folder of the runs: OUT/SCALE/ARM/seed-SEED. All recipes share it."""
-    data: Path | None = None
+    data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder made by `saf data prepare`; the smoke scale prepares its own."""
-    tasks: Path | None = None
+    tasks: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of examples to finetune on: sst2/train.tsv and dev.tsv, boolq/train.jsonl and val.jsonl,
     quality/train.jsonl and dev.jsonl, gzipped or not; the smoke scale makes its own."""
-    questions: Path | None = None
+    questions: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of the zero-shot tasks' public files; the hub's questions where none is named."""
     jobs: int = 1
     """Runs at a time, each in a process of its own and on one GPU, by turns; a single one runs in this process."""
     dry_run: bool = False
     """List runs, tokens and memory with their totals; make nothing."""
-    tokens_per_second: float | None = None
+    tokens_per_second: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None
     """Rate of ordinary training by which --dry-run turns tokens into hours; docs/experiments.md says how to read it."""
     show: bool = False
     """Show the tables of what is there, committed results with --out results, and make nothing."""
-    tables: Path | None = None
+    tables: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Also write tables into this folder: Markdown, LaTeX, CSV, and figures as SVG."""
 
     def run(self) -> int:
@@ -133,7 +133,7 @@ class Experiments:
             table = RecipeTable(name, each, self.scale, records)
             parts = list(recipe_blocks(table, self.out / self.scale))
             text, stem = document(parts), f"{self.scale}-{name}"
-            print(f"\n{text}")
+            print(f"\n{on_terminal(parts)}")
             tex = "\n".join(latex(part.frame) for part in parts if len(part.frame))
             files = {f"{stem}.md": text, f"{stem}.tex": tex, f"{stem}.csv": table.csv()}
             files |= {part.picture[1]: part.picture[2] for part in parts if part.picture}

@@ -6,6 +6,7 @@ An arm has one name. It is run once at a scale, however many recipes show it. Se
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -546,23 +547,21 @@ OWN_ARMS: list[Arm] = []
 """Arms of your own recipes: add yours here."""
 
 
-def _all() -> dict[str, Arm]:
+@cache
+def arms() -> dict[str, Arm]:
+    """Return all arms by name; raise InputError where two have one name."""
     families = (_contexts, _exponential, _answer, _peak_rates, _moments, _patterns, _schedules, _scores, _ideas)
     families += (_later, _one_billion, _recall, _downstream, _pruning_downstream, _stages)
-    arms: dict[str, Arm] = {}
-    for arm in [*(arm for family in families for arm in family()), *OWN_ARMS]:
-        if arm.name in arms:
-            raise ValueError(f"two arms are called {arm.name!r}; give one of them another name")
-        arms[arm.name] = arm
-    return arms
-
-
-ARMS = _all()
+    by_name: dict[str, Arm] = {}
+    for arm in (*(arm for family in families for arm in family()), *OWN_ARMS):
+        if by_name.setdefault(arm.name, arm) is not arm:
+            raise InputError(f"two arms are called {arm.name!r} in experiments/arms.py; give one another name")
+    return by_name
 
 
 def arm_at(name: str, scale: str) -> Arm:
     """Return an arm, or the one that stands for it at a scale; raise InputError for a name that none has."""
-    if name not in ARMS:
-        raise InputError(f"there is no arm {name!r}{did_you_mean(name, ARMS)}")
-    arm = ARMS[name]
+    if name not in arms():
+        raise InputError(f"there is no arm {name!r}{did_you_mean(name, arms())}")
+    arm = arms()[name]
     return arm if scale == "paper" or arm.elsewhere is None else arm_at(arm.elsewhere, scale)

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any, Literal
 
 from experiments import recipes
-from experiments.arms import ARMS
+from experiments.arms import arms
 from experiments.measurements import Measurement
 from experiments.paper import NUMBERED, Source, lines
 from saf.errors import InputError, did_you_mean
@@ -120,7 +120,7 @@ def all_recipes() -> dict[str, Recipe]:
     for module in pkgutil.iter_modules(recipes.__path__):
         by_name |= import_module(f"experiments.recipes.{module.name}").RECIPES
     for name, each in by_name.items():
-        if unknown := [arm for arm in each.arms("paper") if arm not in ARMS]:
+        if unknown := [arm for arm in each.arms("paper") if arm not in arms()]:
             raise InputError(f"recipe {name!r} names the arm {unknown[0]!r}, which is not in experiments/arms.py")
     return dict(sorted(by_name.items()))
 

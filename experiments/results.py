@@ -18,7 +18,7 @@ from experiments.figures import costs_figure, recipe_figure
 from experiments.measurements import records_of
 from experiments.recipe import recipe
 from experiments.records import Record, read_records
-from experiments.tables import RecipeTable, markdown, measured_table
+from experiments.tables import RecipeTable, markdown, measured_table, terminal
 from saf.compare import arm_names, arms_table, compare_all
 from saf.records.files import read_json, write_atomically
 from saf.records.run import RecordedRun
@@ -295,6 +295,19 @@ def document(blocks: Sequence[Block]) -> str:
         tables = [table for table in (block.page, block.frame) if table is not None and len(table)]
         texts += [f"**{escaped(block.title or block.heading)}**"] * bool(tables)
         texts += [*map(markdown, tables), block.text]
+    return "\n\n".join(filter(None, texts))
+
+
+def on_terminal(blocks: Sequence[Block]) -> str:
+    """Return the tables and notes of a recipe as plain text, of those with a headline the headline alone."""
+    texts = []
+    for block in blocks:
+        is_headline = block.page is not None and len(block.page) > 0
+        table = block.page if is_headline else block.frame
+        if table is not None and len(table):
+            texts += [block.title or block.heading, terminal(table)]
+            texts += ["All rows and metrics: --tables FOLDER."] * is_headline
+        texts.append(re.sub(r"\\(\W)", r"\1", block.text))  # without the marks of Markdown
     return "\n\n".join(filter(None, texts))
 
 

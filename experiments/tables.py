@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ import pandas as pd
 import torch
 from scipy.special import stdtrit
 
-from experiments.arms import ARMS
+from experiments.arms import arms
 from experiments.measurements import Number
 from experiments.recipe import COLUMNS, COMPANIONS, Recipe, Row
 from experiments.records import CHECKS, RECALL, SMOKE_RECALL, Record, numbers, recall_metric
@@ -25,6 +26,8 @@ from saf.errors import CompareError, InputError, did_you_mean
 from saf.paired import block_length, bootstrap_means
 from saf.records.table import MISSING
 
+WIDTH = 100
+"""Columns of text of a table on the terminal."""
 PAPER_EXCHANGE = 0.14
 """Percent of perplexity that 1% more tokens buys in the paper's regime, by its tables at matched tokens and time."""
 
@@ -191,8 +194,8 @@ class RecipeTable:
     def _resolved(self, arm: str | None) -> str:
         """Return an arm, or the one that stands for it where it was not run."""
         name, at, place = (arm or "").partition("@")
-        while name not in self._arms and name in ARMS and ARMS[name].elsewhere:
-            name = str(ARMS[name].elsewhere)
+        while name not in self._arms and name in arms() and arms()[name].elsewhere:
+            name = str(arms()[name].elsewhere)
         return f"{name}{at}{place}"
 
     @cached_property
@@ -342,15 +345,27 @@ class RecipeTable:
         return [row for row in self.ran() if row.label in {*own["row"]} and row.arm not in companions]
 
     def shown(self, *, headline: bool = False) -> pd.DataFrame:
-        """Return the table as text, the paper's number behind each of ours; empty columns are left out."""
+        """Return the table as text, the paper's number behind each of ours; empty columns are left out.
+
+        Where cells are of different numbers of seeds, a column n has the most of each row, and cells of fewer say so.
+        """
         rows, metrics = (self._headline(), self.recipe.headline) if headline else (self.ran(), self.recipe.metrics)
         labels, columns = pd.Index([row.label for row in rows], name="arm"), {}
-        for metric in metrics:
-            cells, title = self.summary.xs(metric, level="metric").loc[labels], METRICS[metric].title
-            if cells["text"].notna().any():
-                columns[title] = cells["text"].fillna(MISSING)
-                if cells["paper"].notna().any():
-                    columns[f"paper's {title}"] = cells["paper"].fillna(MISSING)
+        cells = {metric: self.summary.xs(metric, level="metric").loc[labels] for metric in metrics}
+        seeds = pd.DataFrame({metric: each["seeds"] for metric, each in cells.items()}, index=labels)
+        most, mixed = seeds.max(axis=1), seeds.where(seeds > 0).stack().nunique() > 1
+        if mixed:
+            columns["n"] = most.astype(str)
+        for metric, each in cells.items():
+            title, text = METRICS[metric].title, each["text"]
+            if mixed and not METRICS[metric].every_seed:
+                text = text.mask(
+                    text.notna() & (each["seeds"] < most), text + " (n = " + each["seeds"].astype(str) + ")"
+                )
+            if text.notna().any():
+                columns[title] = text.fillna(MISSING)
+                if each["paper"].notna().any():
+                    columns[f"paper's {title}"] = each["paper"].fillna(MISSING)
         return pd.DataFrame(columns, index=labels)
 
     def csv(self) -> str:
@@ -369,6 +384,8 @@ class RecipeTable:
         notes += [self.recipe.source.note] if self.recipe.source else []
         several: Any = self.summary[self.summary["seeds"] > 1]
         one: Any = self.summary[self.summary["seeds"] == 1]
+        if len(several) and len(one):
+            notes.append("n is the number of seeds.")
         if several["low"].isna().any():
             notes.append("± is the standard error over seeds.")
         if several["low"].notna().any():
@@ -433,13 +450,51 @@ def scientific(value: float | None) -> str:
 
 
 def markdown(table: pd.DataFrame) -> str:
-    """Return a table of text as Markdown: names to the left, numbers to the right."""
-    head = [str(table.index.name or ""), *map(str, table.columns)]
-    body = [[str(name), *map(str, row)] for name, row in zip(table.index, table.to_numpy(), strict=True)]
-    rule = ["-", *["-:"] * len(table.columns)]
-    return "\n".join(
-        f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in (head, rule, *body)
-    )
+    """Return a table of text as Markdown: names to the left, numbers to the right; "; " parts columns of names."""
+    names = str(table.index.name or "").split("; ")
+    body = [
+        [*str(label).split("; ", len(names) - 1), *map(str, row)]
+        for label, row in zip(table.index, table.to_numpy(), strict=True)
+    ]
+    rule = ["-"] * len(names) + ["-:"] * len(table.columns)
+    lines = ([*names, *map(str, table.columns)], rule, *body)
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
+
+
+def terminal(table: pd.DataFrame) -> str:
+    """Return a table as plain text of at most `WIDTH` columns: more follow below, with the rows that have a cell."""
+    groups: list[list[str]] = []
+    for title in table:
+        if groups and title == f"paper's {groups[-1][0]}":
+            groups[-1].append(title)
+        else:
+            groups.append([str(title)])
+    parts, room = [], 0
+    for group in groups:
+        width = sum(2 + len(_column(title, table[title])[0]) for title in group)
+        if width > room:
+            parts.append([])
+            room = WIDTH - max(map(len, map(str, table.index)), default=0)
+        parts[-1] += group
+        room -= width
+    return "\n\n".join(_plain(table[part]) for part in parts)
+
+
+def _plain(table: pd.DataFrame) -> str:
+    """Return the rows of a table that have a number as plain text, names to the left, numbers to the right."""
+    table = table[(table != MISSING).any(axis=1)]
+    columns = [_column(str(title), cells) for title, cells in table.items()]
+    names, deepest = [str(table.index.name or ""), *map(str, table.index)], max(map(len, columns))
+    columns = [[" " * len(column[0])] * (deepest - len(column)) + column for column in columns]
+    left = [name.ljust(max(map(len, names))) for name in [""] * (deepest - len(names)) + names]
+    return "\n".join("  ".join(line).rstrip() for line in zip(left, *columns, strict=True))
+
+
+def _column(title: str, cells: Iterable[Any]) -> list[str]:
+    """Return the lines of a column as wide as its cells and the words of its title."""
+    texts = [str(cell) for cell in cells]
+    width = max(map(len, [*texts, *title.split()]))
+    return [line.rjust(width) for line in [*wrap(title, width, break_long_words=False), *texts]]
 
 
 def latex(table: pd.DataFrame) -> str:

@@ -107,6 +107,7 @@ RECIPES["fixed_token_controls"] = Recipe(
         *("perplexity", "delta", "difference", "minutes", "time_difference", "intervention", "heads", "fit_kl"),
         "skipped",
     ),
+    headline=("perplexity", "delta", "difference"),
     notes=(
         "Differences are from mean + variance halfway, at the same rate. Pruned arms have exactly its heads.",
         "In the paper the largest fit KL is 0.159 nats, and no head is skipped.",

@@ -12,7 +12,7 @@ import pytest
 
 import experiments
 from experiments.__main__ import main
-from experiments.arms import ARMS, Arm
+from experiments.arms import Arm, arms
 from experiments.inputs import Inputs, smoke_inputs
 from experiments.records import CHECKS
 from experiments.run import config_of, execute, plan, train
@@ -27,9 +27,17 @@ def inputs(tmp_path_factory) -> Inputs:
     return smoke_inputs(tmp_path_factory.mktemp("inputs"), Inputs())
 
 
-def runs_of(arms: dict[str, Arm], root: Path, monkeypatch) -> dict:
-    monkeypatch.setattr("experiments.arms.ARMS", {**ARMS, **arms})
-    return plan([(name, 1337) for name in arms], SMOKE, root)
+@pytest.fixture
+def runs_of(monkeypatch):
+    """Return a function that plans arms of one's own."""
+
+    def planned(root: Path, *own: Arm) -> dict:
+        arms.cache_clear()
+        monkeypatch.setattr("experiments.arms.OWN_ARMS", own)
+        return plan([(arm.name, 1337) for arm in own], SMOKE, root)
+
+    yield planned
+    arms.cache_clear()
 
 
 def test_an_arm_of_two_recipes_is_run_once_and_a_second_command_makes_nothing(inputs, tmp_path):
@@ -59,11 +67,9 @@ def test_a_branch_begins_with_its_parents_checkpoint_but_waits_for_the_run_whose
     assert runs[timed].can_begin({timed})
 
 
-def test_a_run_that_fails_is_named_what_needs_it_is_left_out_and_the_others_go_on(inputs, tmp_path, monkeypatch):
+def test_a_run_that_fails_is_named_what_needs_it_is_left_out_and_the_others_go_on(inputs, tmp_path, runs_of):
     wrong = Arm(name="wrong", settings={"peak_lr": -1.0})
-    runs = runs_of(
-        {"wrong": wrong, "child": Arm(name="child", parent="wrong"), "good": Arm(name="good")}, tmp_path, monkeypatch
-    )
+    runs = runs_of(tmp_path, wrong, Arm(name="child", parent="wrong"), Arm(name="good"))
     outcome = execute(runs, inputs)
     assert outcome.failed.keys() == {"wrong (seed 1337)", "child (seed 1337)"}
     assert "peak_lr" in outcome.failed["wrong (seed 1337)"]
@@ -79,22 +85,27 @@ def test_a_run_that_fails_is_named_what_needs_it_is_left_out_and_the_others_go_o
         ({"schedule": {"name": "gradul"}}, "gradual"),
     ],
 )
-def test_settings_that_no_run_takes_are_refused_before_the_parent_trains(settings, message, tmp_path, monkeypatch):
+def test_settings_that_no_run_takes_are_refused_before_the_parent_trains(settings, message, tmp_path, runs_of):
     with pytest.raises(InputError, match=message):
-        runs_of({"wrong": Arm(name="wrong", parent="4k-ordinary", settings=settings)}, tmp_path, monkeypatch)
+        runs_of(tmp_path, Arm(name="wrong", parent="4k-ordinary", settings=settings))
 
 
-def test_a_run_of_other_settings_is_refused(inputs, tmp_path, monkeypatch):
-    runs = runs_of({"good": Arm(name="good")}, tmp_path, monkeypatch)
-    execute(runs, inputs)
-    runs = runs_of({"good": Arm(name="good", settings={"peak_lr": 1e-3})}, tmp_path, monkeypatch)
+def test_two_arms_of_one_name_are_refused_in_a_line(runs_of, tmp_path, capsys):
+    with pytest.raises(InputError, match="two arms are called '4k-mean-25'"):
+        runs_of(tmp_path, Arm(name="4k-mean-25"))
+    assert main(["timing", "--dry-run"]) == 2
+    assert "two arms are called" in capsys.readouterr().err
+
+
+def test_a_run_of_other_settings_is_refused(inputs, tmp_path, runs_of):
+    execute(runs_of(tmp_path, Arm(name="good")), inputs)
+    runs = runs_of(tmp_path, Arm(name="good", settings={"peak_lr": 1e-3}))
     with pytest.raises(InputError, match="peak_lr"):
         execute(runs, inputs)
 
 
-def test_a_killed_run_is_resumed_to_the_same_numbers(inputs, tmp_path, monkeypatch):
-    arm = Arm(name="long", settings={"updates": 120, "save_every": 10})
-    (whole,) = runs_of({"long": arm}, tmp_path / "whole", monkeypatch).values()
+def test_a_killed_run_is_resumed_to_the_same_numbers(inputs, tmp_path, runs_of):
+    (whole,) = runs_of(tmp_path / "whole", Arm(name="long", settings={"updates": 120, "save_every": 10})).values()
     train(whole, inputs)
     killed = replace(whole, root=tmp_path / "killed")
     process = multiprocessing.get_context("fork").Process(target=train, args=(killed, inputs))
@@ -132,7 +143,7 @@ def test_the_measured_speed_less_the_charge_decides_the_updates_of_small_runs():
 def test_every_arm_has_settings_that_a_run_takes(name):
     """`plan` checks them; where no parent's checkpoint is needed, the whole configuration is built."""
     scale = scale_named(name)
-    for run in plan([(arm, 1337) for arm in ARMS], scale, Path()).values():
+    for run in plan([(arm, 1337) for arm in arms()], scale, Path()).values():
         if run.arm.parent is None and "heads" not in run.needs:
             config = config_of(run, Inputs(data=Path("text")))
             assert config.updates == run.updates
