@@ -23,8 +23,8 @@ from saf.opening import ModelFolder, find_model
 from saf.surgery import finalize_
 from saf.tasks.base import Progress
 from saf.tasks.text import heldout_batches
-from saf.train.events import recorded_gradient
 from saf.train.run import with_freeze
+from saf.train.start import recorded_gradient
 
 HELDOUT_SEQUENCES = 32
 """Held-out sequences of scores and joint cost by default."""

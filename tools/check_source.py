@@ -14,9 +14,9 @@ _ONE_READER = "files are read by saf.records.files, whose errors name the file a
 # Dotted name (and everything below it) -> the files and folders where it may appear, and why it may not elsewhere.
 NAMES: dict[str, tuple[tuple[str, ...], str]] = {
     "torch.distributed": (
-        ("saf/distributed.py", "saf/checkpoint.py", "saf/train/parallel.py"),
+        ("saf/distributed.py", "saf/checkpoint.py", "saf/train/step.py"),
         "several processes have three doors: saf/distributed.py, saf/checkpoint.py for files, and "
-        "saf/train/parallel.py for updates",
+        "saf/train/step.py for updates",
     ),
     "pickle": ((), "files are safetensors and JSON"),
     "torch.load": ((), "files are safetensors and JSON"),

@@ -47,7 +47,7 @@ from saf.scores import SCORES, required_inputs, score
 from saf.selection import budget, ranking
 from saf.statistics import AttentionStatistics
 from saf.tasks.text import heldout_batches
-from saf.train.events import recorded_gradient
+from saf.train.start import recorded_gradient
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,8 +43,7 @@ from saf.machine import Call, Execution, GraphPool, GraphReplay, own_program
 from saf.ops import FrozenHeads, attention_parts, for_graphs, frozen_attention, live_attention
 from saf.patterns import Pattern, pattern_for_each_head
 from saf.prefill import LastToken
-from saf.train.parallel import Parallel, micro_batches_of_one, parallel_of
-from saf.train.step import Updater, build_optimizer
+from saf.train.step import Parallel, Updater, build_optimizer, micro_batches_of_one, parallel_of
 
 # --- updates
 

@@ -1,6 +1,6 @@
 """`FreezeCallback` freezes heads by a schedule while a `Trainer` of transformers trains.
 
-Schedules and events are those of `saf pretrain` (`saf.train.events`). An event runs between two updates, after the
+Schedules and events are those of `saf pretrain` (`saf.train.loop`). An event runs between two updates, after the
 checkpoint of the first one. A run that resumes from that checkpoint repeats the event.
 
 A Trainer passes callbacks neither itself nor the checkpoints that it loads. `patch_trainer` therefore wraps the methods
@@ -42,7 +42,8 @@ from saf.records.files import read_json, to_json
 from saf.records.run import EventRecord
 from saf.schedules import OneTime, Outcome, Proposer, Schedule, ValidationBudget, schedule_to_dict
 from saf.surgery import check_editable, renewed_, uninstall_
-from saf.train.events import apply_event, check_freeze, resolve_event, start_proposer
+from saf.train.loop import apply_event, resolve_event
+from saf.train.start import check_freeze, start_proposer
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +258,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
 @dataclass(kw_only=True)
 class _Run:
-    """One call of `Trainer.train`: what `saf.train.events` reads (its `TrainerLike`), and the schedule's state."""
+    """One call of `Trainer.train`: what an event reads (`saf.train.loop.TrainerLike`), and the schedule's state."""
 
     model: nn.Module
     config: Any

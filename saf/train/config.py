@@ -17,7 +17,6 @@ from saf.records.run import absolute_path
 from saf.schedules import OneTime, Schedule, schedule_from_dict, schedule_to_dict, setting_of_moment
 from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask, Task
 from saf.tasks.multiple_choice import PATHS
-from saf.train.parallel import ParallelKind
 
 SCHEMA = "saf.run/1"
 """Of config.json."""
@@ -100,7 +99,7 @@ class TrainConfig:
     """Replay micro-batches as CUDA graphs, because the host is slower than the GPU when they have few tokens. auto does
     so up to two sequences of 4,096 tokens of the 124M model, if all have one length. on needs one process, no
     activation checkpointing, and no compilation of examples of many lengths."""
-    parallel: ParallelKind = "auto"
+    parallel: Literal["auto", "none", "ddp", "fsdp"] = "auto"
     """Train in several processes in this way: ddp holds the whole model in each process, fsdp holds a share of it in
     each, and none is one process. auto is ddp for several processes, or fsdp where the model does not fit."""
     kernel: str = "auto"

@@ -1,58 +1,35 @@
 """A training run from top to bottom: `pretrain` starts it, makes updates and events, saves, stops at a signal, reports.
 
-`Run` (run.py) is its state, `Updater` (step.py) makes one update, `apply_event` (events.py) changes heads. The order of
-a run comes first, then the parts of its start and of its result.
+An event (`apply_event`) freezes or prunes heads, or makes them live again; the `Trainer` callback of transformers
+shares it. `start_run` (start.py) restores a run, `Run` (run.py) writes its files, `Updater` (step.py) makes one update.
 """
 
-import hashlib
-import math
 import os
 import signal
 import threading
-import warnings
-from collections import deque
-from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from statistics import fmean, quantiles
+from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch.optim import AdamW
+from torch import Tensor
 
-from saf.calibration import free_bytes
-from saf.checkpoint import Checkpoint, checkpoint_hash, latest, open_checkpoint, restore_random_state, step_name
-from saf.data.loader import INDEX_FILE
-from saf.distributed import all_gather, all_ranks_or_raise, is_rank0, on_rank0, process_group
-from saf.errors import CheckpointError, DivergenceError, InputError, SafWarning, UnsupportedError
-from saf.freeze_config import check_heads
-from saf.heads import EDITED
-from saf.machine import Execution, device_name, one_host_thread
-from saf.models import GPT, GPTConfig
-from saf.models.adapter import adapter_for
-from saf.ops.live import pinned
-from saf.records.files import file_hash, locked, read_json, read_lines, remove_leftovers_, write_json, write_lines
-from saf.records.result import result_header
-from saf.records.run import MANIFEST, EventRecord, arm, heads_in_force, inherit_events, keep_events_, read_events
-from saf.records.table import byte_size
-from saf.schedules import Event, OneTime, Outcome, Proposer, setting_of_moment
-from saf.surgery import pattern_parameters
-from saf.tasks import TASKS, Task, TextTask
-from saf.train.config import (
-    TrainConfig,
-    check_same_run,
-    context_length,
-    mismatches,
-    model_config,
-    read_run_config,
-    run_config,
-)
-from saf.train.events import apply_event, check_freeze, needs_gradient, resolve_event, start_gradient, start_proposer
-from saf.train.parallel import Parallel, Shards, micro_batches_of_one, parallel_of
-from saf.train.run import Elapsed, Run
-from saf.train.step import GRAPHED_SIZE, Updater, build_optimizer, graphs_unsupported, trains_patterns, update_memory
+from saf.calibration import plan_calibration
+from saf.checkpoint import checkpoint_hash, latest
+from saf.distributed import all_ranks_or_raise, on_rank0, process_group
+from saf.errors import DivergenceError, InputError
+from saf.freeze_config import FreezeConfig
+from saf.freezing import freeze_
+from saf.heads import Head, HeadSet
+from saf.machine import Execution, Stopwatch, one_host_thread
+from saf.records.files import write_json
+from saf.records.run import STATE_AFTER, EventRecord
+from saf.schedules import Event, Freeze, OneTime, Outcome, Undo
+from saf.surgery import uninstall_
+from saf.train.config import TrainConfig
+from saf.train.run import Run, write_result
+from saf.train.start import needs_gradient, start_run
 
 EXIT_STOPPED = 75
 """Exit code of a run that a signal stopped after saving: start it again with `--resume`."""
@@ -96,65 +73,6 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
         return finish(run)
 
 
-def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
-    """Open the task, build or restore model and optimiser, write config.json and open the logs.
-
-    A file next to the run's folder is locked as long as `locks` are open. Settings that cannot be used leave no folder.
-    """
-    elapsed, folder = Elapsed(), Path(config.out)
-    with all_ranks_or_raise():
-        if is_rank0():
-            busy = InputError(f"another process trains in {folder}; wait for it, then resume")
-            absolute = folder.absolute()
-            locks.enter_context(locked(absolute.with_name(f".{absolute.name}.lock"), busy))
-        _check_folder(folder, config, resume=resume)
-        execution = Execution.of(
-            config.device,
-            precision=config.precision,
-            compile=config.compile,
-            activation_checkpointing=config.activation_checkpointing,
-            several_events=bool(config.freeze) and not isinstance(config.schedule, OneTime),
-        )
-        task: Task = TASKS[config.task](config, length=context_length(config))
-        shape = model_config(config, vocab_size=task.vocab_size)
-        _check_ranks_agree({**config.to_dict(), "data's fingerprint": task.fingerprint})
-        _check_early(config, execution, task)
-        parallel = parallel_of(config.parallel, parameters=shape.num_parameters, execution=execution)
-        _check_memory(config, execution, shape, parallel)
-        origin = _open_origin(config, folder, shape, task, resume=resume)
-        start = origin.parent["update"] if origin.parent else 0
-        _check_budget(config, start)
-        updater_fields, proposer = _restore(config, execution, task, shape, parallel, origin)
-    # All ranks have looked at the folder before the first one writes.
-    shared = {"model": shape, "task": task, "execution": execution, "parent": origin.parent}
-    record = run_config(config, **shared, processes=parallel.processes)
-    on_rank0(lambda: _write_folder_(folder, config, record, origin))
-    if origin.state:
-        elapsed.load_state_dict(origin.state["elapsed"], branch=not origin.resumed)
-    run = Run(
-        config=config,
-        folder=folder,
-        execution=execution,
-        task=task,
-        model=updater_fields["model"],
-        updater=Updater(**updater_fields),  # ranks that train together wait for each other in it
-        proposer=proposer,
-        elapsed=elapsed,
-        start=start,
-        parent_hash=origin.parent["hash"] if origin.parent else None,
-        # A parent's, too: the best guess of the first update's seconds.
-        recent=deque(origin.state.get("recent", ()), maxlen=8),
-    )
-    # Of this run alone: rewarming and timing begin after its newest event, not after a parent's.
-    own = on_rank0(lambda: [event.update or 0 for event in run.events if "inherited" not in event.values])
-    run.heads_changed = max(own, default=None)
-    if is_rank0():
-        run.open_log_()
-    if parallel.processes > 1:
-        run.say(f"{parallel.processes} processes ({parallel.kind}) take {run.updater.accumulation} micro-batches each")
-    return run
-
-
 def _train(run: Run, stop: "StopRequest") -> bool:
     """Run updates to the end; return False when a signal stopped them."""
     config = run.config
@@ -163,7 +81,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
     if run.update == 0 and run.parent_hash is None and 0 in config.branch_updates:
         run.save()
     # Where a branch begins with an event, the state before it is the parent's checkpoint.
-    apply_due_events_(run, saved=run.update == run.start and run.parent_hash is not None)
+    _apply_due_events_(run, saved=run.update == run.start and run.parent_hash is not None)
     _report_between(run)
     while not run.finished():
         record = run.run_update()
@@ -179,7 +97,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
             run.save()
         if stopping:
             return False
-        apply_due_events_(run)
+        _apply_due_events_(run)
         _report_between(run)
     run.elapsed.enter(None)
     if run.update > run.start or run.changed:
@@ -187,52 +105,15 @@ def _train(run: Run, stop: "StopRequest") -> bool:
     return True
 
 
-def apply_due_events_(run: Run, *, saved: bool = False) -> None:
-    """Apply the events that are due, after a checkpoint of the state before them, unless there is one (`saved`).
-
-    None is due where the run's budget allows no update after it. The place in the training data does not move.
-    """
-    budget, proposer = run.budget_share(), run.proposer
-    if budget is not None and budget > 1:
-        return
-    while proposer and (event := proposer.propose(run.update)):
-        if not saved:
-            run.save()
-        saved = True
-        proposer.done(event, _apply_event_(run, resolve_event(event, run.config)))
-        if not needs_gradient(run.config, proposer):
-            run.updater.gradient = None
-
-
-def _apply_event_(run: Run, event: Event) -> Outcome:
-    """Apply one event and record it, with the controller loss before and after."""
-    before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
-    with run.elapsed("freeze"), run.updater.parallel.whole(moments=True):
-        with all_ranks_or_raise():
-            change = apply_event(run, event)
-        run.updater.compile_()
-    after = run.controller_loss(f"after_{event.kind}", batches=event.batches)
-    losses = {"loss_before": before, "loss_after": after}
-    with run.elapsed("freeze"):
-        values = {**losses, "seconds": change.seconds, **change.values}
-        number = run.record_event(event, change.heads, values, change.tensors)
-    run.say(f"{change.summary}; took {sum(change.seconds.values()):.1f} s")
-    return change.outcome(number, **losses)
-
-
 def _report_between(run: Run) -> None:
     """Report on the model where the settings ask for it before the end, unless a report is there from before."""
-    path = _report_path(run, run.update)
+    path = run.report_path(run.update)
     if run.update not in run.config.report_at or run.finished() or on_rank0(path.is_file):
         return
     with run.elapsed(None), run.updater.parallel.whole():
         checkpoints = {"parent": run.parent_hash}
         report = run.task.report(run.model, run.execution, folder=path.parent, checkpoints=checkpoints)
         on_rank0(lambda: write_json(path, report))
-
-
-def _report_path(run: Run, update: int) -> Path:
-    return run.folder / "reports" / f"update-{update}" / "report.json"
 
 
 def finish(run: Run) -> dict[str, Any]:
@@ -249,303 +130,159 @@ def finish(run: Run) -> dict[str, Any]:
     with run.updater.parallel.whole():
         checkpoints: dict[str, str | None] = {"final": on_rank0(lambda: checkpoint_hash(final))}
         report = run.task.report(run.model, run.execution, folder=run.folder, checkpoints=checkpoints)
-    return on_rank0(lambda: _write_result(run, final, report))
+    return on_rank0(lambda: write_result(run, final, report))
 
 
-# --- the start: checks, the checkpoint that training goes on from, the folder
+# --- events
 
 
-def _check_folder(folder: Path, config: TrainConfig, *, resume: bool) -> None:
-    """Raise InputError unless the folder is new, or holds the run to resume with the same settings."""
-    if (folder / INDEX_FILE).exists():
-        raise InputError(f"out must be another folder than the data's, got {folder}")
-    holds_run = (folder / "config.json").exists()
-    if resume and not holds_run:
-        raise InputError(f"{folder} holds no run to resume; check the folder, or train a new run")
-    if holds_run and not resume:
-        raise InputError(f"{folder} holds a run already; resume it, or choose another folder")
-    if resume:
-        check_same_run(config, read_run_config(folder)["settings"])
+def _apply_due_events_(run: Run, *, saved: bool = False) -> None:
+    """Apply the events that are due, after a checkpoint of the state before them, unless there is one (`saved`).
+
+    None is due where the run's budget allows no update after it. The place in the training data does not move.
+    """
+    budget, proposer = run.budget_share(), run.proposer
+    if budget is not None and budget > 1:
+        return
+    while proposer and (event := proposer.propose(run.update)):
+        if not saved:
+            run.save()
+        saved = True
+        proposer.done(event, _apply_and_record_(run, resolve_event(event, run.config)))
+        if not needs_gradient(run.config, proposer):
+            run.updater.gradient = None
 
 
-def _check_ranks_agree(settings: dict[str, Any]) -> None:
-    """Raise InputError unless every rank has the settings of the first one."""
-    first, *others = all_gather(settings)
-    for rank, own in enumerate(others, 1):
-        if differing := "; ".join(mismatches(first, own)):
-            raise InputError(f"process {rank} must have the settings and data of the first one: {differing}")
+def _apply_and_record_(run: Run, event: Event) -> Outcome:
+    """Apply one event and record it, with the controller loss before and after."""
+    before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
+    with run.elapsed("freeze"), run.updater.parallel.whole(moments=True):
+        with all_ranks_or_raise():
+            change = apply_event(run, event)
+        run.updater.compile_()
+    after = run.controller_loss(f"after_{event.kind}", batches=event.batches)
+    losses = {"loss_before": before, "loss_after": after}
+    with run.elapsed("freeze"):
+        values = {**losses, "seconds": change.seconds, **change.values}
+        number = run.record_event(event, change.heads, values, change.tensors)
+    run.say(f"{change.summary}; took {sum(change.seconds.values()):.1f} s")
+    return change.outcome(number, **losses)
 
 
-def _check_early(config: TrainConfig, execution: Execution, task: Task) -> None:
-    """Raise before training for what would fail at the first event or update."""
-    freeze = config.freeze
-    task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
-    check_freeze(config, execution)
-    if freeze is not None:
-        freeze.check_calibration(sequences=config.calibration_sequences)
-    with pinned(config.kernel, execution.device):  # raises where the kernel cannot run here
-        pass
+class TrainerLike(Protocol):
+    """The parts of a training that an event reads: a run has them, and the callback of a Trainer of transformers."""
 
-
-CERTAIN_SHARE = 0.6
-"""Share of the estimated memory that updates certainly take: peaks on an H200 were 0.9 to 1.03 of the estimate, and
-0.75 with half of the heads pruned."""
-
-
-def _check_memory(config: TrainConfig, execution: Execution, shape: GPTConfig, parallel: Parallel) -> None:
-    """Raise InputError for updates that certainly take more memory than the device has."""
-    # Sequences of other tasks have many lengths, mostly far below the context: only the weights are certain.
-    tokens = config.batch_size * context_length(config) if config.task == TextTask.name else 0
-    shards = parallel.processes if parallel.kind == Shards.kind else 1
-    needed = update_memory(shape, tokens, recomputes=config.activation_checkpointing, shards=shards)
-    device, cuda = execution.device, execution.device.type == "cuda"
-    # A GPU's free memory would leave out what an earlier run in this process is about to free.
-    available = torch.cuda.get_device_properties(device).total_memory if cuda else free_bytes(device)
-    if available is not None and CERTAIN_SHARE * needed.total > available:
-        raise InputError(
-            f"training needs about {byte_size(needed.total)} of memory ({byte_size(needed.state)} for weights and "
-            f"moments), got {byte_size(available)}; lower batch_size, length or the model's size"
-        )
-
-
-def _check_budget(config: TrainConfig, start: int) -> None:
-    """Raise InputError for a first event that comes when `update_budget` is over."""
-    first, budget = config.freeze_update, config.update_budget
-    if config.freeze and config.schedule and budget and first is not None and first >= start + budget:
-        name, end = setting_of_moment(config.schedule), start + budget
-        raise InputError(f"{name} must be before update {end}, where update_budget ends, got update {first}")
-
-
-@dataclass(frozen=True)
-class Origin:
-    """The checkpoint that a run begins at: its own, its parent's, or none."""
-
-    checkpoint: Checkpoint | None = None
-    resumed: bool = False
-    """Whether the checkpoint is the run's own."""
-    state: dict[str, Any] = field(default_factory=dict)
-    """The checkpoint's state.json; empty where the run takes only its weights and heads."""
-    parent: dict[str, Any] | None = None
-    """The parent's entry of config.json."""
+    model: Any
+    updater: Any
+    """Its `optimizer`, and the `gradient` average that scores may read, or None."""
+    task: Any
+    """Its `calibration()` and `heldout()` sequences."""
+    config: Any
+    """Its `freeze` and `schedule` settings."""
+    execution: Execution
 
     @property
-    def update(self) -> int:
-        return int(self.state.get("update", 0))
+    def events(self) -> list[EventRecord]: ...
+
+    def say(self, text: str) -> None: ...
 
 
-def _open_origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task, *, resume: bool) -> Origin:
-    """Open the checkpoint that training goes on from, if there is one, and take over its random state."""
-    own = on_rank0(lambda: latest(folder / "checkpoints")) if resume else None
-    parent = read_run_config(folder)["parent"] if own is not None else None
-    if (path := own or config.parent) is None:
-        return Origin()
-    checkpoint = open_checkpoint(path)
-    if differing := "; ".join(mismatches(shape.to_dict(), checkpoint.state["model"])):
-        raise CheckpointError(f"{checkpoint.path} must hold the settings' model and vocabulary: {differing}")
-    if own is None:
-        parent = _parent_entry(config, checkpoint)
-        if config.fresh:
-            before, now = (state.get("tokenizer") for state in (checkpoint.state, task.state(0)))
-            if before and now and before != now:
-                expected = f"the task's tokenizer ({now[:16]}), got {before[:16]}"
-                raise CheckpointError(f"{checkpoint.path} must have {expected}")
-            return Origin(checkpoint, parent=parent)
-    task.check_continues(checkpoint.state, checkpoint.path)
-    restore_random_state(checkpoint.state["random"])
-    return Origin(checkpoint, own is not None, checkpoint.state, parent)
+@dataclass(frozen=True, kw_only=True)
+class Change:
+    """What an event did to the heads, for its record and for the schedule."""
+
+    heads: HeadSet
+    """The heads that it froze, pruned, or made live again."""
+    summary: str
+    """The heads in words."""
+    seconds: dict[str, float]
+    """Seconds of its parts."""
+    lowest_score: float | None = None
+    """Lowest score among the heads frozen or pruned."""
+    deferred: tuple[Head, ...] = ()
+    """Heads chosen for later events."""
+    values: dict[str, Any] = field(default_factory=dict)
+    """Entries of its kind in the line of events.jsonl."""
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def outcome(self, number: int, *, loss_before: float, loss_after: float) -> Outcome:
+        """Return what the schedule reads of it, with its number in the run and the losses around it."""
+        chosen = {"lowest_score": self.lowest_score, "deferred": self.deferred}
+        return Outcome(number=number, heads=self.heads, loss_before=loss_before, loss_after=loss_after, **chosen)
 
 
-def _parent_entry(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
-    """Return the parent's entry of config.json; raise InputError when no update is left to do."""
-    entry = {"path": config.parent, "hash": checkpoint.hash, "update": checkpoint.update}
-    if config.fresh:
-        return {**entry, "update": 0, "weights_of_update": checkpoint.update}
-    done, budget = checkpoint.update, config.update_budget
-    over = done >= config.updates if config.freeze is None else done > config.updates
-    if over and budget is None and config.time_budget_seconds is None:
-        raise InputError(f"updates must be above the {done} that the parent has done, got {config.updates}")
-    # `saf freeze` writes the record of its event into the folder of its new checkpoint.
-    return {**entry, "frozen_from": checkpoint.parent} if read_events(checkpoint.path) else entry
+def resolve_event(event: Event, config: Any) -> Event:
+    """Return the event to apply: schedules propose to freeze where the settings may say to prune."""
+    if isinstance(event, Freeze) and config.freeze is not None and config.freeze.operation == "prune":
+        return replace(event, kind="prune")
+    return event
 
 
-def _restore(
-    config: TrainConfig, execution: Execution, task: Task, shape: GPTConfig, parallel: Parallel, origin: Origin
-) -> tuple[dict[str, Any], Proposer | None]:
-    """Return the fields of the updater at the run's origin, and the schedule's state machine."""
-    model, optimizer = _build(config, shape, execution, origin, moments_on_cpu=parallel.kind == Shards.kind)
-    layouts = [site.layout for site in adapter_for(model).sites()]
-    own_schedule = origin.state.get("schedule") if origin.resumed else None
-    proposer = start_proposer(config, layouts, updates=config.updates, state=own_schedule)
-    if config.freeze and proposer and not origin.resumed:
-        check_heads(config.freeze, layouts, allow_empty=config.freeze.asks_for_none)
-    gradient = start_gradient(model, config, proposer, state=origin.state, update=origin.update)
-    trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
-    if parallel.kind == Shards.kind and (gradient is not None or trained):
-        raise UnsupportedError("fsdp takes neither trained patterns nor averages of Q/K gradients; take parallel='ddp'")
-    many_lengths, size = config.finetuning is not None, config.batch_size * task.length * shape.hidden_size
-    reason = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=many_lengths)
-    graphed = config.graphs == "on"
-    if graphed and reason is not None:
-        raise UnsupportedError(reason)
-    if config.graphs == "auto":
-        graphed = reason is None and not many_lengths and size <= GRAPHED_SIZE
-    return {
-        "model": model,
-        "optimizer": optimizer,
-        "batches": task.training(origin.update, execution.device, first=parallel.rank, every=parallel.processes),
-        "execution": execution,
-        "accumulation": micro_batches_of_one(config.accumulation, parallel.processes, batch_size=config.batch_size),
-        "parallel": parallel,
-        "clip": math.inf if config.clip is None else config.clip,
-        "graphed": graphed,
-        "gradient": gradient,
-        "done": origin.update,
-    }, proposer
+def apply_event(trainer: TrainerLike, event: Event, *, guard: list[Tensor] | None = None) -> Change:
+    """Change the model and its optimiser between two updates; errors are those of `freeze_` and `uninstall_`.
 
-
-def _build(
-    config: TrainConfig, shape: GPTConfig, execution: Execution, origin: Origin, *, moments_on_cpu: bool
-) -> tuple[GPT, AdamW]:
-    """Return model and optimiser on the device: the checkpoint's, or drawn from the run's seed."""
-    if checkpoint := origin.checkpoint:
-        # "auto" chose a backend at the event; the checkpoint names it, so that resuming is exact.
-        named = config.freeze.backend if config.freeze and config.freeze.backend != "auto" else None
-        model = checkpoint.model(execution.device, backend=named)
-    else:
-        model = GPT.skip_init(shape)
-        model.reset_parameters(torch.Generator().manual_seed(config.seed))
-        model.to(execution.device)
-    for site in adapter_for(model).sites():
-        site.pin(config.kernel)
-    if checkpoint and origin.state:
-        return model, checkpoint.optimizer(model, device="cpu" if moments_on_cpu else None)
-    return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
-
-
-def _write_folder_(folder: Path, config: TrainConfig, record: dict[str, Any], origin: Origin) -> None:
-    """Write config.json, cut logs back to the origin, and take over the event of a parent that `saf freeze` wrote."""
-    after_event = origin.checkpoint is not None and origin.resumed and origin.checkpoint.path.name.endswith("-frozen")
-
-    def stays(line: dict[str, Any]) -> bool:
-        """Return whether a line is of the time before the origin; the run writes all later ones again."""
-        update = line.get("update") or 0
-        if "inherited" in line or update != origin.update:
-            return "inherited" in line or update < origin.update
-        # A checkpoint is the state before the events of its update, or by its name the state after them.
-        of_event = "kind" in line or line.get("when", "periodic") != "periodic"  # the event, or a loss around it
-        return after_event or not of_event
-
-    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-    for each in (folder, folder / "checkpoints"):
-        remove_leftovers_(each)
-    write_json(folder / "config.json", record)
-    for path in (folder / "metrics.jsonl", folder / "evaluations.jsonl"):
-        if path.exists():
-            write_lines(path, list(filter(stays, read_lines(path))))
-    keep_events_(folder, lambda event: stays(event.values))
-    (folder / "result.json").unlink(missing_ok=True)
-    if not origin.resumed and config.freeze is None and origin.parent and "frozen_from" in origin.parent:
-        inherit_events(Path(origin.parent["path"]), folder)
-
-
-# --- result.json
-
-
-def _write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
-    """Write result.json with the task's report of the checkpoint `final`, and return it.
-
-    `train_loss` averages the last twentieth of the updates (at most 100). `missing` names events, reports and seconds
-    that differ from the settings.
+    With the sequences `guard` no training follows, and an event that costs too much on them is refused.
     """
-    config, metrics, events = run.config, read_lines(run.folder / "metrics.jsonl"), run.events
-    branch = None if config.freeze_update is None else run.checkpoints / step_name(config.freeze_update)
-    branched = checkpoint_hash(branch) if branch and (branch / MANIFEST).is_file() else None
-    saved = {"parent": run.parent_hash, "branch": branched, "final": checkpoint_hash(final)}
-    # One for both: the fingerprint of a task covers all its data, for training and measuring.
-    data = {"train": run.task.fingerprint, "report": run.task.fingerprint}
-    settings, device = config.to_dict(), device_name(run.execution.device)
-    header = result_header("run", settings, device=device, checkpoints=saved, data=data)
-    frozen, pruned = (adapter_for(run.model).heads(kind).to_list() for kind in EDITED)
-    names = {"patterns_hash": _patterns_hash(events), "heads": frozen, "pruned": pruned, "seed": config.seed}
-    header["provenance"] |= names
-    last = [line["loss"] for line in metrics[-max(1, min(100, config.updates // 20)) :]]
-    paths = {update: _report_path(run, update) for update in config.report_at}
-    reports = {update: read_json(path) if path.is_file() else None for update, path in paths.items()}
-    reports |= {run.update: report} if run.update in paths else {}
-    missing = list(_missing(run, events, reports))
-    for difference in missing:
-        warnings.warn(difference, SafWarning, stacklevel=4)
-    result = {
-        **header,
-        "arm": arm(frozen=frozen, pruned=pruned, events=events),
-        "updates": run.update,
-        "tokens": run.tokens,
-        "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(run.model)),
-        "train_loss": fmean(last) if last else None,
-        **report,
-        "reports": {str(update): reports[update] for update in sorted(reports) if reports[update] is not None},
-        "update_seconds": _update_seconds(metrics, run.timed_from),
-        "peak_memory_bytes": run.peak_memory,
-        "time": run.elapsed.record(),
-        "missing": missing,
-        "intervention": _intervention(events) if events else None,
-        "checkpoint": str(final),
-    }
-    write_json(run.folder / "result.json", result)
-    return result
+    return _undo(trainer, event) if isinstance(event, Undo) else _freeze(trainer, event, guard)
 
 
-def _missing(run: Run, events: list[EventRecord], reports: dict[int, Any]) -> Iterator[str]:
-    """Yield differences from the settings: time beyond the budget, events without effect, reports that are missing."""
-    budget, used = run.config.time_budget_seconds or math.inf, run.elapsed.total
-    if used > 1.001 * budget:  # updates of the same work differ by a thousandth
-        yield f"time: the budget was {budget:.2f} s, and the run used {used:.2f} s"
-    if run.changed and run.budget_share() is not None:
-        yield f"events: no training followed the event after update {run.update}"
-    if run.config.freeze is not None and not events:
-        yield f"events: none is recorded until update {run.update}, and the settings freeze heads"
-    # Schedules whose events come when the loss decides have none that must come.
-    if run.proposer and not run.proposer.finished and run.config.freeze_update is not None:
-        yield f"events: the run ended after update {run.update}, before all events of its schedule"
-    yield from (f"reports: none after update {update}" for update, each in reports.items() if each is None)
+def _freeze(trainer: TrainerLike, event: Freeze, guard: list[Tensor] | None) -> Change:
+    """Freeze or prune the event's share of heads by the recipe that the settings describe."""
+    freeze, schedule = trainer.config.freeze, trainer.config.schedule
+    batches = trainer.task.calibration()
+    inputs = {"gradient": trainer.updater.gradient} if trainer.updater.gradient else {}
+    if "outputs" in freeze.needs:
+        inputs["outputs"] = trainer.task.heldout()
+    heldout = trainer.task.heldout() if freeze.jointly and guard is None else guard
+    with trainer.execution.autocast():
+        trainer.say(str(plan_calibration(trainer.model, batches, collect=freeze.collect)))
+        report = freeze_(
+            trainer.model,
+            batches,
+            _settings_of(event, freeze),
+            optimizer=trainer.updater.optimizer,
+            heldout=heldout,
+            accept_loss=guard is None,
+            score_inputs=inputs,
+            max_heads=event.first,
+            allow_empty=event.below is not None or not isinstance(schedule, OneTime) or freeze.asks_for_none,
+        )
+    return Change(
+        heads=report.heads,
+        summary=report.summary,
+        seconds=report.seconds,
+        lowest_score=min((float(report.scores[head]) for head in report.heads), default=None),
+        deferred=report.deferred,
+        values=report.to_dict(),
+        tensors=report.tensors(),
+    )
 
 
-def _update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:
-    """Return median, 20th and 80th percentile of the seconds of updates from `timed_from` on, or of all."""
-    timed = [line for line in metrics if line["update"] >= timed_from] or metrics
-    if not timed:
-        return None
-    seconds = [line["update_seconds"] for line in timed]
-    cuts = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
-    spread = {"median": cuts[4], "p20": cuts[1], "p80": cuts[7]}
-    return {**spread, "first_update": timed[0]["update"], "last_update": timed[-1]["update"]}
+def _settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
+    """Return the run's settings with the event's own kind, heads, count and limit."""
+    freeze = replace(freeze, operation=event.kind)
+    if event.among is not None:
+        # Conditions on all heads applied when these were chosen; named heads are refused where one does not fit.
+        named = {"heads": event.among} if freeze.heads is not None else {"only": event.among, "count": len(event.among)}
+        free = {"heads": None, "exclude": (), "max_per_layer": None, "match": None, "match_heads": None, "below": None}
+        freeze = replace(freeze, **{**free, **named})
+    if event.below is not None:
+        freeze = replace(freeze, below=event.below)
+    return freeze if event.count is None else replace(freeze, count=event.count)
 
 
-def _intervention(events: list[EventRecord]) -> dict[str, Any]:
-    """Return the summary of a run's events, at least one: first update, heads in force, seconds by part, losses.
-
-    `loss_rise` adds up the immediate rises of the controller loss at each event; None where no run measured them.
-    """
-    seconds: dict[str, float] = {}
-    around = [(event.values.get("loss_before"), event.values.get("loss_after")) for event in events]
-    rises = [after - before for before, after in around if before is not None and after is not None]
-    for event in events:
-        seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
-    return {
-        "update": events[0].update,
-        "events": len(events),
-        "heads": heads_in_force(events),
-        "seconds": seconds,
-        "loss_before": around[0][0],
-        "loss_after": around[-1][1],
-        "loss_rise": math.fsum(rises) if len(rises) == len(events) else None,
-    }
-
-
-def _patterns_hash(events: list[EventRecord]) -> str | None:
-    """Return the SHA-256 of the tensors of the freezes that were not undone: of one file, or of the files' hashes."""
-    hashes = [file_hash(event.tensors_path) for event in events if event.undone_by is None and event.tensors_path]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest() if len(hashes) > 1 else next(iter(hashes), None)
+def _undo(trainer: TrainerLike, event: Undo) -> Change:
+    """Make the heads of an earlier event of this run live again, with the rows and moments that they had then."""
+    recorded = on_rank0(lambda: trainer.events)
+    undoable = {record.number: record for record in recorded if record.kind in ("freeze", "prune")}
+    if event.event not in undoable:
+        raise InputError(f"an event to undo must be one of {sorted(undoable)}, got {event.event}")
+    record = undoable[event.event]
+    heads, timer = HeadSet(record.heads), Stopwatch(trainer.execution.device)
+    with timer("uninstall"):
+        uninstall_(trainer.model, heads, optimizer=trainer.updater.optimizer)
+    summary = f"{len(heads)} heads {STATE_AFTER[record.kind]} by event {event.event} are live again"
+    return Change(heads=heads, summary=summary, seconds=timer.seconds, values={"undoes": event.event})
 
 
 # --- signals

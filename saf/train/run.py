@@ -1,33 +1,42 @@
-"""`Run` is the state of a training run: its next update, time, logs and checkpoints. `loop.py` says in which order."""
+"""`Run` is the state of a training run: its next update, its time, its logs and checkpoints, and its result.json.
 
+The order in which a run does these things is in loop.py.
+"""
+
+import hashlib
+import math
 import time
+import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, quantiles
 from typing import Any
 
 import torch
 
-from saf.checkpoint import capture_random_state, prune_checkpoints_, save_checkpoint, step_name
+from saf.checkpoint import capture_random_state, checkpoint_hash, prune_checkpoints_, save_checkpoint, step_name
 from saf.distributed import on_rank0
-from saf.heads import HeadSet
+from saf.errors import SafWarning
+from saf.heads import EDITED, HeadSet
 from saf.machine import Execution, device_name, rated_flops, untimed_updates
 from saf.models import GPT
-from saf.records.files import append_line, flush
-from saf.records.run import EventRecord, append_event, read_events
+from saf.models.adapter import adapter_for
+from saf.records.files import append_line, file_hash, flush, read_json, read_lines, write_json
+from saf.records.result import result_header
+from saf.records.run import MANIFEST, EventRecord, append_event, arm, heads_in_force, read_events
 from saf.records.table import plain
 from saf.records.table import seconds as in_words
 from saf.schedules import Event, Proposer
+from saf.surgery import pattern_parameters
 from saf.tasks import Task
 from saf.train.config import TrainConfig
-from saf.train.events import GRADIENT
 from saf.train.step import Updater, learning_rate
 
-CHECKPOINT_LOG = "clock.jsonl"
-"""A line for each checkpoint of a run, also of those removed since: its hash and the elapsed seconds."""
+GRADIENT = "qk_gradient"
+"""Name of the Q/K-gradient average in a checkpoint's state.json."""
 
 
 @dataclass(kw_only=True)
@@ -36,9 +45,7 @@ class Run:
 
     config: TrainConfig
     folder: Path
-    execution: Execution
     task: Task
-    model: GPT
     updater: Updater
     proposer: Proposer | None
     """Decides when events come; None for a run that changes no heads."""
@@ -55,6 +62,14 @@ class Run:
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=8))
     """Seconds of the newest updates since heads changed. A time budget expects the next one to take as long as the
     longest of them: every second update would exceed an average."""
+
+    @property
+    def model(self) -> GPT:
+        return self.updater.model  # type: ignore[return-value]
+
+    @property
+    def execution(self) -> Execution:
+        return self.updater.execution
 
     @property
     def update(self) -> int:
@@ -77,16 +92,6 @@ class Run:
     def events(self) -> list[EventRecord]:
         """The events recorded so far, inherited ones first."""
         return read_events(self.folder)
-
-    @property
-    def timed_from(self) -> int:
-        """The first update whose time and memory count: past the newest event, compilation and cold caches.
-
-        An ordinary arm leaves out as many, so that both are timed over the same updates.
-        """
-        begin = max(self.start, self.heads_changed or 0, self.config.freeze_update or 0)
-        begin = begin if begin < self.config.updates else self.start
-        return begin + 1 + untimed_updates(self.config.updates - begin)
 
     # --- updates
 
@@ -140,11 +145,15 @@ class Run:
             self.log.updated(record, remaining=self._remaining_seconds())
         return record
 
-    def _remaining_seconds(self) -> float | None:
-        config = self.config
-        if config.time_budget_seconds is not None:
-            return config.time_budget_seconds - self.elapsed.total
-        return median(self.recent) * (self.last_update - self.update) if self.recent else None
+    @property
+    def timed_from(self) -> int:
+        """The first update whose time and memory count: past the newest event, compilation and cold caches.
+
+        An ordinary arm leaves out as many, so that both are timed over the same updates.
+        """
+        begin = max(self.start, self.heads_changed or 0, self.config.freeze_update or 0)
+        begin = begin if begin < self.config.updates else self.start
+        return begin + 1 + untimed_updates(self.config.updates - begin)
 
     @property
     def last_update(self) -> int:
@@ -152,17 +161,12 @@ class Run:
         budget = self.config.update_budget
         return self.config.updates if budget is None else self.start + budget
 
-    # --- logs and checkpoints
+    def _remaining_seconds(self) -> float | None:
+        if (budget := self.config.time_budget_seconds) is not None:
+            return budget - self.elapsed.total
+        return median(self.recent) * (self.last_update - self.update) if self.recent else None
 
-    def open_log_(self) -> None:
-        """Open the logs. Utilisation is of the devices of all ranks."""
-        tokens, execution = self.task.targets_per_update, self.execution
-        rated = rated_flops(device_name(execution.device), execution.precision)
-        flops = tokens * self.model.config.flops_per_token(self.task.length)
-        ideal = flops / (rated * self.updater.parallel.processes) if rated else None
-        self.log = RunLog(
-            self.folder, self.config, done=self.update, last=self.last_update, tokens=tokens, ideal_seconds=ideal
-        )
+    # --- logs and checkpoints
 
     def say(self, text: str) -> None:
         """Show a line about this moment of the run."""
@@ -211,10 +215,15 @@ class Run:
             on_rank0(lambda: self._log_checkpoint(path, saved))
 
     def _log_checkpoint(self, path: Path, saved: str) -> None:
+        """Remove old checkpoints; clock.jsonl lists the new one, its hash and the elapsed seconds, for good."""
         protect = {step_name(update) for update in self.config.branch_updates}
         prune_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
         line = {"checkpoint": path.name, "hash": saved, "elapsed": self.elapsed.state_dict()}
-        append_line(self.folder / CHECKPOINT_LOG, line)
+        append_line(self.folder / "clock.jsonl", line)
+
+    def report_path(self, update: int) -> Path:
+        """Return the file of the report on the model after an update that is not the last one."""
+        return self.folder / "reports" / f"update-{update}" / "report.json"
 
 
 # --- time
@@ -247,7 +256,6 @@ class Elapsed:
 
     @property
     def total(self) -> float:
-        """The seconds of this run until now, without its parents'."""
         return sum(self.parts.values())
 
     def enter(self, part: str | None) -> None:
@@ -268,7 +276,6 @@ class Elapsed:
             self.enter(outer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the seconds of this run and of its parents, as JSON values."""
         return {"parts": self.parts, "parent": self.parent}
 
     def load_state_dict(self, state: Mapping[str, Any], *, branch: bool) -> None:
@@ -306,27 +313,30 @@ class RunLog:
     Progress is a bar on a terminal, and elsewhere a line every `config.log_every` updates.
     """
 
-    def __init__(
-        self, folder: Path, config: TrainConfig, *, done: int, last: int, tokens: int, ideal_seconds: float | None
-    ):
-        """Go on with the logs in `folder`. At the rated speed an update of `tokens` takes `ideal_seconds`."""
+    def __init__(self, run: Run):
+        """Go on with the logs in the run's folder."""
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
+        config, folder, execution = run.config, run.folder, run.execution
         self._metrics, self._evaluations = folder / "metrics.jsonl", folder / "evaluations.jsonl"
-        self._last, self._every, self._tokens, self._ideal = last, config.log_every, tokens, ideal_seconds
+        self._last, self._every, self._tokens = run.last_update, config.log_every, run.task.targets_per_update
+        # At the rated speed of the devices of all ranks an update takes so many seconds.
+        rated = rated_flops(device_name(execution.device), execution.precision)
+        flops = self._tokens * run.model.config.flops_per_token(run.task.length)
+        self._ideal = flops / (rated * run.updater.parallel.processes) if rated else None
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=config.quiet)
         self._bar = self._board = None
         if self._console.is_terminal and not config.quiet:
             counts = TextColumn("{task.completed:.0f}/{task.total:.0f}")
             self._bar = Bar(counts, BarColumn(), TextColumn("{task.fields[text]}"), console=self._console)
-            self._task = self._bar.add_task("training", total=last, completed=done, text="")
+            self._task = self._bar.add_task("training", total=self._last, completed=run.update, text="")
             self._bar.start()
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter
 
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=done + 1)
+            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=run.update + 1)
 
     def updated(self, record: dict[str, Any], *, remaining: float | None) -> None:
         """Record one update, a line of metrics.jsonl, and show it with the `remaining` seconds, if they are known."""
@@ -364,5 +374,105 @@ class RunLog:
             flush(path)
 
     def close(self) -> None:
-        for each in filter(None, (self._board and self._board.close, self._bar and self._bar.stop)):
-            each()
+        for end in filter(None, (self._board and self._board.close, self._bar and self._bar.stop)):
+            end()
+
+
+# --- result.json
+
+
+def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
+    """Write result.json with the task's report of the checkpoint `final`, and return it.
+
+    `train_loss` averages the last twentieth of the updates (at most 100). `missing` names events, reports and seconds
+    that differ from the settings.
+    """
+    config, metrics, events = run.config, read_lines(run.folder / "metrics.jsonl"), run.events
+    branch = None if config.freeze_update is None else run.checkpoints / step_name(config.freeze_update)
+    branched = checkpoint_hash(branch) if branch and (branch / MANIFEST).is_file() else None
+    saved = {"parent": run.parent_hash, "branch": branched, "final": checkpoint_hash(final)}
+    # One for both: the fingerprint of a task covers all its data, for training and measuring.
+    data = {"train": run.task.fingerprint, "report": run.task.fingerprint}
+    settings, device = config.to_dict(), device_name(run.execution.device)
+    header = result_header("run", settings, device=device, checkpoints=saved, data=data)
+    frozen, pruned = (adapter_for(run.model).heads(kind).to_list() for kind in EDITED)
+    names = {"patterns_hash": _patterns_hash(events), "heads": frozen, "pruned": pruned, "seed": config.seed}
+    header["provenance"] |= names
+    last = [line["loss"] for line in metrics[-max(1, min(100, config.updates // 20)) :]]
+    paths = {update: run.report_path(update) for update in config.report_at}
+    reports = {update: read_json(path) if path.is_file() else None for update, path in paths.items()}
+    reports |= {run.update: report} if run.update in paths else {}
+    missing = list(_missing(run, events, reports))
+    for difference in missing:
+        warnings.warn(difference, SafWarning, stacklevel=4)
+    result = {
+        **header,
+        "arm": arm(frozen=frozen, pruned=pruned, events=events),
+        "updates": run.update,
+        "tokens": run.tokens,
+        "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(run.model)),
+        "train_loss": fmean(last) if last else None,
+        **report,
+        "reports": {str(update): reports[update] for update in sorted(reports) if reports[update] is not None},
+        "update_seconds": _update_seconds(metrics, run.timed_from),
+        "peak_memory_bytes": run.peak_memory,
+        "time": run.elapsed.record(),
+        "missing": missing,
+        "intervention": _intervention(events) if events else None,
+        "checkpoint": str(final),
+    }
+    write_json(run.folder / "result.json", result)
+    return result
+
+
+def _missing(run: Run, events: list[EventRecord], reports: dict[int, Any]) -> Iterator[str]:
+    """Yield differences from the settings: time beyond the budget, events without effect, reports that are missing."""
+    budget, used = run.config.time_budget_seconds or math.inf, run.elapsed.total
+    if used > 1.001 * budget:  # updates of the same work differ by a thousandth
+        yield f"time: the budget was {budget:.2f} s, and the run used {used:.2f} s"
+    if run.changed and run.budget_share() is not None:
+        yield f"events: no training followed the event after update {run.update}"
+    if run.config.freeze is not None and not events:
+        yield f"events: none is recorded until update {run.update}, and the settings freeze heads"
+    # Schedules whose events come when the loss decides have none that must come.
+    if run.proposer and not run.proposer.finished and run.config.freeze_update is not None:
+        yield f"events: the run ended after update {run.update}, before all events of its schedule"
+    yield from (f"reports: none after update {update}" for update, each in reports.items() if each is None)
+
+
+def _update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:
+    """Return median, 20th and 80th percentile of the seconds of updates from `timed_from` on, or of all."""
+    timed = [line for line in metrics if line["update"] >= timed_from] or metrics
+    if not timed:
+        return None
+    seconds = [line["update_seconds"] for line in timed]
+    cuts = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
+    spread = {"median": cuts[4], "p20": cuts[1], "p80": cuts[7]}
+    return {**spread, "first_update": timed[0]["update"], "last_update": timed[-1]["update"]}
+
+
+def _intervention(events: list[EventRecord]) -> dict[str, Any]:
+    """Return the summary of a run's events, at least one: first update, edited heads, seconds by part, losses.
+
+    `loss_rise` adds up the immediate rises of the controller loss at each event; None where no run measured them.
+    """
+    seconds: dict[str, float] = {}
+    for event in events:
+        seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
+    before, after = ([event.values.get(name) for event in events] for name in ("loss_before", "loss_after"))
+    measured = None not in (*before, *after)
+    return {
+        "update": events[0].update,
+        "events": len(events),
+        "heads": heads_in_force(events),
+        "seconds": seconds,
+        "loss_before": before[0],
+        "loss_after": after[-1],
+        "loss_rise": math.fsum(b - a for a, b in zip(before, after, strict=True)) if measured else None,
+    }
+
+
+def _patterns_hash(events: list[EventRecord]) -> str | None:
+    """Return the SHA-256 of the tensors of the freezes that were not undone: of one file, or of the files' hashes."""
+    hashes = [file_hash(event.tensors_path) for event in events if event.undone_by is None and event.tensors_path]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() if len(hashes) > 1 else next(iter(hashes), None)

@@ -21,7 +21,7 @@ from saf.schedules import (
     schedule_from_dict,
     schedule_to_dict,
 )
-from saf.train.events import resolve_event
+from saf.train.loop import resolve_event
 from tests.schedules.simulated import HEADS, Simulated
 
 ONE_PERCENT = math.log(1.01)

@@ -28,9 +28,8 @@ from saf.schedules import ValidationBudget
 from saf.tasks.base import Continuation, likelihoods
 from saf.tasks.text import evaluate_perplexity
 from saf.train import TrainConfig, pretrain
-from saf.train.parallel import Parallel, Replicas, Shards
 from saf.train.run import Run
-from saf.train.step import Updater, build_optimizer
+from saf.train.step import Parallel, Replicas, Shards, Updater, build_optimizer
 
 FREEZE = FreezeConfig(rate=0.5, max_fit_kl=10.0)
 LAYER = FreezeConfig(heads=[(0, 0), (0, 1), (0, 2), (0, 3), (1, 2)], max_fit_kl=10.0)
@@ -120,7 +119,7 @@ def two(rank: int, folder: str, settings: dict) -> None:
                     exists = Path.exists
                     patch.setattr(Path, "exists", lambda at, was=exists: not at.name.startswith("step-") and was(at))
                     patch.setattr("saf.train.run.read_events", lambda folder: [])
-                    patch.setattr("saf.train.loop.latest", lambda folder: None)
+                    patch.setattr("saf.train.start.latest", lambda folder: None)
                 watching = Watching(patch)
                 said[f"{name} {kind}"] = story(config(f"{name} {kind}", parallel=kind), name)["report_loss"]
                 said[f"{name} {kind} hash"] = hash_of(watching.run)
@@ -240,12 +239,12 @@ def failures(rank: int, said: dict, config, write) -> None:
         said["frozen"] = sum(layer.layout.num_frozen for layer in watching.run.model.attention_layers())
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("saf.train.events.plan_calibration", lambda *inputs, **options: {}["plan"])
+            patch.setattr("saf.train.loop.plan_calibration", lambda *inputs, **options: {}["plan"])
         said["apart"] = raised(lambda: pretrain(config("apart", freeze=FREEZE)))
     write()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("saf.train.events.plan_calibration", lambda *inputs, **options: os._exit(9))
+            patch.setattr("saf.train.loop.plan_calibration", lambda *inputs, **options: os._exit(9))
         said["lost"] = raised(lambda: pretrain(config("lost", freeze=FREEZE)))
         write()
 

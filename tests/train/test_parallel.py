@@ -14,7 +14,7 @@ import saf
 from saf.records.files import read_json, read_lines
 from saf.records.run import read_events
 from saf.train import TrainConfig, latest, open_checkpoint, pretrain
-from saf.train.parallel import Parallel
+from saf.train.step import Parallel
 from tests.train.conftest import SMALL
 from tests.train.helpers import together
 from tests.train.parallel_stories import (

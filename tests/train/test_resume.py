@@ -13,7 +13,6 @@ import pytest
 import torch
 
 import saf.checkpoint as checkpoint
-import saf.train.events as events
 import saf.train.loop as loop
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.freeze_config import FreezeConfig
@@ -41,7 +40,7 @@ CASES = {
     ("case", "owner", "name", "call"),
     [
         ("ordinary", checkpoint, "write_manifest", 3),
-        ("frozen", events, "freeze_", 1),
+        ("frozen", loop, "freeze_", 1),
         ("frozen", Run, "record_event", 1),
         ("frozen", loop, "finish", 1),
         ("trainable, random windows", Run, "run_update", 11),

@@ -229,7 +229,7 @@ def costly(monkeypatch):
 def test_a_run_whose_groups_were_all_undone_is_the_ordinary_run(settings, finished, outcome, costly, kind, killed):
     ordinary = outcome(finished(settings(), "ordinary"))
     config = settings(freeze=PRUNE if kind == "prune" else HALF, schedule=ValidationBudget(begin=0.5, every=0.25))
-    result = killed_and_resumed(config, saf.train.events, "uninstall_", 1) if killed else pretrain(config)
+    result = killed_and_resumed(config, saf.train.loop, "uninstall_", 1) if killed else pretrain(config)
     assert events_of(config.out) == [
         (1, kind, 6, 1, 2),
         (2, "undo", 6, 1, None),

@@ -11,9 +11,9 @@ from saf.checkpoint import optimizer_state
 from saf.machine import Execution
 from saf.models import by_layer
 from saf.train import step
-from saf.train.parallel import Parallel
 from saf.train.step import (
     GraphedPasses,
+    Parallel,
     build_optimizer,
     graphs_unsupported,
     learning_rate,

@@ -1,0 +1,398 @@
+"""The start of a training run: `start_run` checks the settings, opens or restores all parts, and writes config.json.
+
+Whatever would fail at the first event is refused here. `FreezeCallback` shares the checks of settings and schedules.
+"""
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from saf.calibration import COLLECTIONS, QKGradient, free_bytes
+from saf.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
+from saf.data.loader import INDEX_FILE
+from saf.distributed import all_gather, all_ranks_or_raise, is_rank0, on_rank0
+from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.freeze_config import check_heads
+from saf.heads import HeadLayout
+from saf.machine import Execution
+from saf.models import GPT, GPTConfig
+from saf.models.adapter import adapter_for
+from saf.ops.frozen_heads import choose_backend
+from saf.ops.live import pinned
+from saf.records.files import locked, read_lines, remove_leftovers_, write_json, write_lines
+from saf.records.run import inherit_events, keep_events_, read_events
+from saf.records.table import byte_size
+from saf.schedules import Freeze, Gradual, OneTime, Proposer, setting_of_moment
+from saf.scores import HOW_TO_MEASURE, score_name
+from saf.tasks import TASKS, Task, TextTask
+from saf.train.config import (
+    TrainConfig,
+    check_same_run,
+    context_length,
+    mismatches,
+    model_config,
+    read_run_config,
+    run_config,
+)
+from saf.train.run import GRADIENT, Elapsed, Run, RunLog
+from saf.train.step import (
+    GRAPHED_SIZE,
+    Parallel,
+    Shards,
+    Updater,
+    build_optimizer,
+    graphs_unsupported,
+    micro_batches_of_one,
+    parallel_of,
+    trains_patterns,
+    update_memory,
+)
+
+
+def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
+    """Open the task, build or restore model and optimiser, write config.json and open the logs.
+
+    A file next to the run's folder is locked as long as `locks` are open. Settings that cannot be used leave no folder.
+    """
+    elapsed, folder = Elapsed(), Path(config.out)
+    with all_ranks_or_raise():
+        if is_rank0():
+            busy = InputError(f"another process trains in {folder}; wait for it, then resume")
+            absolute = folder.absolute()
+            locks.enter_context(locked(absolute.with_name(f".{absolute.name}.lock"), busy))
+        _check_folder(folder, config, resume=resume)
+        execution = Execution.of(
+            config.device,
+            precision=config.precision,
+            compile=config.compile,
+            activation_checkpointing=config.activation_checkpointing,
+            several_events=bool(config.freeze) and not isinstance(config.schedule, OneTime),
+        )
+        task: Task = TASKS[config.task](config, length=context_length(config))
+        shape = model_config(config, vocab_size=task.vocab_size)
+        _check_ranks_agree({**config.to_dict(), "data's fingerprint": task.fingerprint})
+        _check_early(config, execution, task)
+        parallel = parallel_of(config.parallel, parameters=shape.num_parameters, execution=execution)
+        _check_memory(config, execution, shape, parallel)
+        origin = _open_origin(config, folder, shape, task, resume=resume)
+        _check_budget(config, origin.start)
+        make_updater, proposer = _restore(config, execution, task, shape, parallel, origin)
+    # All ranks have looked at the folder before the first one writes.
+    shared = {"model": shape, "task": task, "execution": execution, "parent": origin.parent}
+    record = run_config(config, **shared, processes=parallel.processes)
+    on_rank0(lambda: _write_folder_(folder, config, record, origin))
+    if origin.state:
+        elapsed.load_state_dict(origin.state["elapsed"], branch=not origin.resumed)
+    run = Run(
+        config=config,
+        folder=folder,
+        task=task,
+        updater=make_updater(),  # ranks that train together wait for each other in it
+        proposer=proposer,
+        elapsed=elapsed,
+        start=origin.start,
+        parent_hash=origin.parent["hash"] if origin.parent else None,
+        # A parent's, too: the best guess of the first update's seconds.
+        recent=deque(origin.state.get("recent", ()), maxlen=8),
+    )
+    # Of this run alone: rewarming and timing begin after its newest event, not after a parent's.
+    own = on_rank0(lambda: [event.update or 0 for event in run.events if "inherited" not in event.values])
+    run.heads_changed = max(own, default=None)
+    if is_rank0():
+        run.log = RunLog(run)
+    if parallel.processes > 1:
+        run.say(f"{parallel.processes} processes ({parallel.kind}) take {run.updater.accumulation} micro-batches each")
+    return run
+
+
+# --- checks
+
+
+def _check_folder(folder: Path, config: TrainConfig, *, resume: bool) -> None:
+    """Raise InputError unless the folder is new, or holds the run to resume with the same settings."""
+    if (folder / INDEX_FILE).exists():
+        raise InputError(f"out must be another folder than the data's, got {folder}")
+    holds_run = (folder / "config.json").exists()
+    if resume and not holds_run:
+        raise InputError(f"{folder} holds no run to resume; check the folder, or train a new run")
+    if holds_run and not resume:
+        raise InputError(f"{folder} holds a run already; resume it, or choose another folder")
+    if resume:
+        check_same_run(config, read_run_config(folder)["settings"])
+
+
+def _check_ranks_agree(settings: dict[str, Any]) -> None:
+    first, *others = all_gather(settings)
+    for rank, own in enumerate(others, 1):
+        if differing := "; ".join(mismatches(first, own)):
+            raise InputError(f"process {rank} must have the settings and data of the first one: {differing}")
+
+
+def _check_early(config: TrainConfig, execution: Execution, task: Task) -> None:
+    """Raise before training for what would fail at the first event or update."""
+    freeze = config.freeze
+    task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
+    check_freeze(config, execution)
+    if freeze is not None:
+        freeze.check_calibration(sequences=config.calibration_sequences)
+    with pinned(config.kernel, execution.device):  # raises where the kernel cannot run here
+        pass
+
+
+def check_freeze(config: Any, execution: Execution) -> None:
+    """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there."""
+    freeze, schedule = config.freeze, config.schedule
+    if freeze is None:
+        return
+    if schedule is not None and not isinstance(schedule, OneTime | Gradual):
+        names = ("heads", "match", "match_heads", "max_per_layer", "below")
+        if wrong := [name for name in names if getattr(freeze, name) is not None]:
+            raise InputError(
+                f"{' and '.join(wrong)} must be left out with a {schedule.name} schedule, which chooses heads anew at "
+                "every event; give only or exclude"
+            )
+    if freeze.whole_groups and schedule is not None and not isinstance(schedule, OneTime):
+        raise InputError(
+            f"whole_groups needs a one_time schedule, got {schedule.name}, whose groups end inside a KV group"
+        )
+    dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
+    if freeze.operation == Freeze.kind:
+        choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
+    if unknown := sorted(freeze.needs - HOW_TO_MEASURE.keys() - COLLECTIONS.keys()):
+        known = ", ".join(sorted(HOW_TO_MEASURE))
+        raise InputError(f"score {score_name(freeze.score)!r} must need some of {known}; got {', '.join(unknown)}")
+
+
+CERTAIN_SHARE = 0.6
+"""Share of the estimated memory that updates certainly take: peaks on an H200 were 0.9 to 1.03 of the estimate, and
+0.75 with half of the heads pruned."""
+
+
+def _check_memory(config: TrainConfig, execution: Execution, shape: GPTConfig, parallel: Parallel) -> None:
+    """Raise InputError for updates that certainly take more memory than the device has."""
+    # Sequences of other tasks have many lengths, mostly far below the context: only the weights are certain.
+    tokens = config.batch_size * context_length(config) if config.task == TextTask.name else 0
+    shards = parallel.processes if parallel.kind == Shards.kind else 1
+    needed = update_memory(shape, tokens, recomputes=config.activation_checkpointing, shards=shards)
+    device, cuda = execution.device, execution.device.type == "cuda"
+    # A GPU's free memory would leave out what an earlier run in this process is about to free.
+    available = torch.cuda.get_device_properties(device).total_memory if cuda else free_bytes(device)
+    if available is not None and CERTAIN_SHARE * needed.total > available:
+        raise InputError(
+            f"training needs about {byte_size(needed.total)} of memory ({byte_size(needed.state)} for weights and "
+            f"moments), got {byte_size(available)}; lower batch_size, length or the model's size"
+        )
+
+
+def _check_budget(config: TrainConfig, start: int) -> None:
+    """Raise InputError for a first event that comes when `update_budget` is over."""
+    first, budget = config.freeze_update, config.update_budget
+    if config.freeze and config.schedule and budget and first is not None and first >= start + budget:
+        name, end = setting_of_moment(config.schedule), start + budget
+        raise InputError(f"{name} must be before update {end}, where update_budget ends, got update {first}")
+
+
+# --- the checkpoint that training goes on from
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run begins at: its own, its parent's, or none."""
+
+    checkpoint: Checkpoint | None = None
+    resumed: bool = False
+    """Whether the checkpoint is the run's own."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """The checkpoint's state.json; empty where the run takes only its weights and heads."""
+    parent: dict[str, Any] | None = None
+    """The parent's entry of config.json."""
+
+    @property
+    def update(self) -> int:
+        return int(self.state.get("update", 0))
+
+    @property
+    def start(self) -> int:
+        """The update of the parent's checkpoint; 0 without a parent."""
+        return self.parent["update"] if self.parent else 0
+
+
+def _open_origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task, *, resume: bool) -> Origin:
+    """Open the checkpoint that training goes on from, if there is one, and take over its random state."""
+    own = on_rank0(lambda: latest(folder / "checkpoints")) if resume else None
+    parent = read_run_config(folder)["parent"] if own is not None else None
+    if (path := own or config.parent) is None:
+        return Origin()
+    checkpoint = open_checkpoint(path)
+    if differing := "; ".join(mismatches(shape.to_dict(), checkpoint.state["model"])):
+        raise CheckpointError(f"{checkpoint.path} must hold the settings' model and vocabulary: {differing}")
+    if own is None:
+        parent = _parent_entry(config, checkpoint)
+        if config.fresh:
+            before, now = (state.get("tokenizer") for state in (checkpoint.state, task.state(0)))
+            if before and now and before != now:
+                expected = f"the task's tokenizer ({now[:16]}), got {before[:16]}"
+                raise CheckpointError(f"{checkpoint.path} must have {expected}")
+            return Origin(checkpoint, parent=parent)
+    task.check_continues(checkpoint.state, checkpoint.path)
+    restore_random_state(checkpoint.state["random"])
+    return Origin(checkpoint, own is not None, checkpoint.state, parent)
+
+
+def _parent_entry(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]:
+    """Return the parent's entry of config.json; raise InputError when no update is left to do."""
+    entry = {"path": config.parent, "hash": checkpoint.hash, "update": checkpoint.update}
+    if config.fresh:
+        return {**entry, "update": 0, "weights_of_update": checkpoint.update}
+    done, budget = checkpoint.update, config.update_budget
+    over = done >= config.updates if config.freeze is None else done > config.updates
+    if over and budget is None and config.time_budget_seconds is None:
+        raise InputError(f"updates must be above the {done} that the parent has done, got {config.updates}")
+    # `saf freeze` writes the record of its event into the folder of its new checkpoint.
+    return {**entry, "frozen_from": checkpoint.parent} if read_events(checkpoint.path) else entry
+
+
+# --- model, optimiser and schedule at the origin
+
+
+def _restore(
+    config: TrainConfig, execution: Execution, task: Task, shape: GPTConfig, parallel: Parallel, origin: Origin
+) -> tuple[Callable[[], Updater], Proposer | None]:
+    """Return a maker of the updater at the run's origin, and the schedule's state machine."""
+    model, optimizer = _build(config, shape, execution, origin, moments_on_cpu=parallel.kind == Shards.kind)
+    layouts = [site.layout for site in adapter_for(model).sites()]
+    own_schedule = origin.state.get("schedule") if origin.resumed else None
+    proposer = start_proposer(config, layouts, updates=config.updates, state=own_schedule)
+    if config.freeze and proposer and not origin.resumed:
+        check_heads(config.freeze, layouts, allow_empty=config.freeze.asks_for_none)
+    gradient = _start_gradient(model, config, proposer, origin)
+    trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
+    if parallel.kind == Shards.kind and (gradient is not None or trained):
+        raise UnsupportedError("fsdp takes neither trained patterns nor averages of Q/K gradients; take parallel='ddp'")
+    many_lengths, size = config.finetuning is not None, config.batch_size * task.length * shape.hidden_size
+    reason = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=many_lengths)
+    if config.graphs == "on" and reason is not None:
+        raise UnsupportedError(reason)
+    automatic = config.graphs == "auto" and reason is None and not many_lengths and size <= GRAPHED_SIZE
+    make_updater = partial(
+        Updater,
+        model=model,
+        optimizer=optimizer,
+        batches=task.training(origin.update, execution.device, first=parallel.rank, every=parallel.processes),
+        execution=execution,
+        accumulation=micro_batches_of_one(config.accumulation, parallel.processes, batch_size=config.batch_size),
+        parallel=parallel,
+        clip=math.inf if config.clip is None else config.clip,
+        graphed=config.graphs == "on" or automatic,
+        gradient=gradient,
+        done=origin.update,
+    )
+    return make_updater, proposer
+
+
+def _build(
+    config: TrainConfig, shape: GPTConfig, execution: Execution, origin: Origin, *, moments_on_cpu: bool
+) -> tuple[GPT, AdamW]:
+    """Return model and optimiser on the device: the checkpoint's, or drawn from the run's seed."""
+    if checkpoint := origin.checkpoint:
+        # "auto" chose a backend at the event; the checkpoint names it, so that resuming is exact.
+        named = config.freeze.backend if config.freeze and config.freeze.backend != "auto" else None
+        model = checkpoint.model(execution.device, backend=named)
+    else:
+        model = GPT.skip_init(shape)
+        model.reset_parameters(torch.Generator().manual_seed(config.seed))
+        model.to(execution.device)
+    for site in adapter_for(model).sites():
+        site.pin(config.kernel)
+    if checkpoint and origin.state:
+        return model, checkpoint.optimizer(model, device="cpu" if moments_on_cpu else None)
+    return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
+
+
+def start_proposer(
+    settings: Any, layouts: Sequence[HeadLayout], *, updates: int, state: dict[str, Any] | None
+) -> Proposer | None:
+    """Return the schedule's state machine, in `state` where training goes on; None without freezing."""
+    if settings.freeze is None or settings.schedule is None:
+        return None
+    heads = sum(layout.num_heads for layout in layouts)
+    live = sum(layout.num_live for layout in layouts)
+    limit = settings.freeze.requested(heads)
+    # A run that is resumed froze some of the live heads that it began with; the state has their number.
+    proposer = settings.schedule.start(updates=updates, heads=heads, limit=min(limit, live) if state is None else limit)
+    if state is not None:
+        proposer.load_state_dict(state)
+    return proposer
+
+
+def needs_gradient(config: TrainConfig, proposer: Proposer | None) -> bool:
+    """Return whether an event that may still come, or a later arm, reads the average of Q/K gradients."""
+    pending = proposer is not None and not proposer.finished
+    return config.track_gradients or (pending and config.freeze is not None and "gradient" in config.freeze.needs)
+
+
+def _start_gradient(
+    model: nn.Module, config: TrainConfig, proposer: Proposer | None, origin: Origin
+) -> QKGradient | None:
+    """Return the average of Q/K gradients that a run updates, or None.
+
+    Raises InputError when heads are to be frozen right away by gradients that no run averaged.
+    """
+    if not needs_gradient(config, proposer):
+        return None
+    if (recorded := recorded_gradient(model, origin.state)) is not None:
+        return recorded
+    moment, reads = config.freeze_update, config.freeze is not None and "gradient" in config.freeze.needs
+    if reads and config.schedule is not None and moment is not None and moment <= origin.update:
+        raise InputError(
+            f"a score needs an average of Q/K gradients before update {origin.update}: train the parent with "
+            f"track_gradients, or freeze later ({setting_of_moment(config.schedule)} above {origin.update})"
+        )
+    return QKGradient(model)
+
+
+def recorded_gradient(model: nn.Module, state: Mapping[str, Any]) -> QKGradient | None:
+    """Return the Q/K-gradient average in a checkpoint's `state`, or None."""
+    if state.get(GRADIENT) is None:
+        return None
+    gradient = QKGradient(model)
+    gradient.load_state_dict(state[GRADIENT])
+    return gradient
+
+
+# --- the folder
+
+
+def _write_folder_(folder: Path, config: TrainConfig, record: dict[str, Any], origin: Origin) -> None:
+    """Write config.json, cut logs back to the origin, and take over the event of a parent that `saf freeze` wrote."""
+    after_event = origin.checkpoint is not None and origin.resumed and origin.checkpoint.path.name.endswith("-frozen")
+
+    def stays(line: dict[str, Any]) -> bool:
+        """Return whether a line is of the time before the origin; the run writes all later ones again."""
+        update = line.get("update") or 0
+        if "inherited" in line or update != origin.update:
+            return "inherited" in line or update < origin.update
+        # A checkpoint is the state before the events of its update, or by its name the state after them.
+        of_event = "kind" in line or line.get("when", "periodic") != "periodic"  # the event, or a loss around it
+        return after_event or not of_event
+
+    (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+    for each in (folder, folder / "checkpoints"):
+        remove_leftovers_(each)
+    write_json(folder / "config.json", record)
+    for path in (folder / "metrics.jsonl", folder / "evaluations.jsonl"):
+        if path.exists():
+            write_lines(path, list(filter(stays, read_lines(path))))
+    keep_events_(folder, lambda event: stays(event.values))
+    (folder / "result.json").unlink(missing_ok=True)
+    if not origin.resumed and config.freeze is None and origin.parent and "frozen_from" in origin.parent:
+        inherit_events(Path(origin.parent["path"]), folder)
