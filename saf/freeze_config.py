@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -184,6 +184,11 @@ class FreezeConfig:
         return self.joint_cost or self.budget is not None
 
     @property
+    def all_or_none(self) -> bool:
+        """Whether a head that does not fit is an error: no other takes its place."""
+        return self.strict or self.heads is not None
+
+    @property
     def kind(self) -> str:
         """The kind of heads that the event leaves behind, one of `saf.heads.KINDS`: frozen or pruned."""
         return STATE_AFTER[self.operation]
@@ -214,16 +219,20 @@ class FreezeConfig:
 # --- the heads of a model
 
 
-def head_order(scores: Mapping[str | Score, Tensor], config: FreezeConfig, *, group_size: int = 1) -> Chooser:
+def head_order(
+    scores: Mapping[str | Score, Tensor], config: FreezeConfig, layout: HeadLayout, *, below: float | None = None
+) -> Chooser:
     """Return the order in which heads are tried, by ascending score `[L, H]`, within the settings' number and limits.
 
-    Frozen and pruned heads score NaN. With `whole_groups` heads come by KV groups, of `group_size` heads each.
+    Frozen and pruned heads score NaN; heads that score `below` or more are left out. With `whole_groups` heads come by
+    the KV groups of a layer like `layout`.
     """
     ranked = scores[config.score]
     if config.heads is not None:
         return Chooser(ranked, count=len(config.heads), only=config.heads)
-    high = [] if config.below is None else map(tuple, (ranked >= config.below).nonzero().tolist())
-    limits: dict[str, Any] = {"only": config.only, "group_size": group_size if config.whole_groups else 1}
+    high = [] if below is None else map(tuple, (ranked >= below).nonzero().tolist())
+    group_size = layout.num_heads // layout.num_kv_heads if config.whole_groups else 1
+    limits: dict[str, Any] = {"only": config.only, "group_size": group_size}
     total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
     if config.jointly:
         total = {"count": min(CANDIDATES * config.requested(ranked.numel()), int((~ranked.isnan()).sum()))}
@@ -244,9 +253,9 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_em
     live = torch.tensor([[head in layout.live for head in range(layout.num_heads)] for layout in layouts])
     if frozen := sorted(head for head in existing(live, config.heads or ()) if not live[head]):
         raise InputError(f"{frozen} are frozen or pruned already; name live heads")
-    num_live, total, size = int(live.sum()), live.numel(), layouts[0].num_heads // layouts[0].num_kv_heads
+    num_live, total = int(live.sum()), live.numel()
     equal = dict.fromkeys(config.score_names, torch.zeros(live.shape).masked_fill(~live, math.nan))
-    order = head_order(equal, replace(config, below=None), group_size=size)
+    order = head_order(equal, config, layouts[0])
     available = sum(map(len, order.propose()))
     if config.count is not None and config.count > num_live:
         raise InputError(f"count must be at most the {num_live} live heads of {total}, got {config.count}")

@@ -1,7 +1,8 @@
 """`freeze_` is the paper's Algorithm 1: measure every head, fit the lowest ones, install the fits that are close.
 
-`freeze_` calls its lines 4 to 21 in order; the caller trains before, 1 to 3, and after, 22 to 26. Settings are in
-saf/freeze_config.py, the record of an event in saf/freeze_report.py, the cost of heads in saf/heldout.py.
+Its lines 4 to 21 stand in `freeze_` one after another, those of a fit, 11 to 15, in `fit_heads` below it. The caller
+trains before, lines 1 to 3, and after, 22 to 26. Settings are in saf/freeze_config.py, the result in
+saf/freeze_report.py, the cost of heads in saf/heldout.py.
 """
 
 import warnings
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -108,22 +110,38 @@ def freeze_(
         _check(adapter, sequences, config, allow_empty)
         choosing, reporting = _texts(adapter, sequences, heldout, config, training=optimizer is not None)
 
-        # Line 4: measure attention in evaluation mode, weights held fixed, and its variance, Eq. (1).
+        # Line 4: measure attention and its variance, Eq. (1), in evaluation mode, weights held fixed.
         limits = {"capture_bytes": capture_bytes, "progress": progress}
         statistics = calibrate(model, sequences, collect=config.collect, timer=timer, **limits)
 
-        # Lines 5 and 6: the heads by score, the lowest first, and k = round(r L H).
+        # Line 5: order the heads by increasing score.
         with timer("score"):
             scores = _scores(adapter, sequences, statistics, config, choosing, score_inputs or {})
         with timer("select"):
-            k, layout = config.requested(statistics.variance.numel()), adapter.sites()[0].layout
-            order = head_order(scores, config, group_size=layout.num_heads // layout.num_kv_heads)
+            order = head_order(scores, config, adapter.sites()[0].layout, below=config.below)
 
-        # Lines 7 to 19: fit head after head until k are within the tolerance. Line 20: fewer are refused or warned of.
-        fit = partial(fit_heads, model, sequences, statistics, config=config, timer=timer)
-        fits, rejected = accept_fits(order, fit, config, allow_empty=allow_empty)
+        # Line 6: k = round(r L H); no head is accepted yet.
+        k = config.requested(statistics.variance.numel())
+        fits: dict[Head, FittedHead] = {}
+        rejected: dict[Head, FittedHead] = {}
 
-        # Past the paper: of more candidates than k, accept those that cost least together.
+        # Lines 7 to 10: take the next heads of the order, as many as are still missing, until k are accepted.
+        while (units := order.propose()) and not (rejected and config.all_or_none):
+            # Lines 11 to 15: fit their mean patterns, and measure the KL of each fit.
+            fits |= fit_heads(model, sequences, statistics, HeadSet(chain(*units)), config, timer)
+            for unit in units:  # a head, or a KV group
+                # Line 16: compare the KL with the tolerance. Not by ">": a KL that is NaN is never within it.
+                far = {head: fits[head] for head in unit if not fits[head].fit_kl <= config.max_fit_kl}
+                # Lines 17 and 18: accept heads that are within it.
+                if not far:
+                    order.accept(unit)
+                rejected |= far
+
+        # Line 20: verify that k heads are accepted.
+        _check_number(order, rejected, config, allow_empty=allow_empty)
+        fits = {head: fits[head] for head in HeadSet(order)}
+
+        # Past the paper: of three times as many, accept the heads that cost least together.
         trial, joint = partial(_trial, model, fits, config, optimizer), None
         if config.jointly:
             options = {"budget": config.budget, "allow_empty": allow_empty, "progress": joint_progress}
@@ -172,7 +190,68 @@ def freeze_(
     return report
 
 
-# --- what is checked and read before anything is measured
+def fit_heads(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    statistics: AttentionStatistics,
+    heads: HeadSet,
+    config: FreezeConfig,
+    timer: Stopwatch,
+) -> dict[Head, FittedHead]:
+    """Return each head's pattern, with the KL and certificate of its compact fit.
+
+    What the pattern needs beyond the statistics is measured for these heads, as many at a time as memory allows.
+    """
+    if config.operation == "prune":
+        return dict.fromkeys(heads, FittedHead())
+    collect, ordered, fits = collect_for(config.pattern, config.storage), list(heads), dict[Head, FittedHead]()
+    size = heads_at_a_time(model, collect, sequences=statistics.num_sequences, length=statistics.length)
+    for start in range(0, len(ordered), size):
+        some = HeadSet(ordered[start : start + size])
+        measured = calibrate(model, batches, collect=collect, heads=some, timer=timer) if collect else statistics
+        with timer("fit"):
+            fits |= zip(some, _fit(measured, some, config, adapter_for(model).device), strict=True)
+    return fits
+
+
+def _fit(
+    statistics: AttentionStatistics, heads: HeadSet, config: FreezeConfig, device: torch.device
+) -> list[FittedHead]:
+    """Return the patterns of heads from statistics that have all they need; fits run on `device`."""
+    options = {"seed": config.seed} | config.pattern_options
+    if config.storage not in FITTED:
+        dtype = torch.bfloat16 if config.storage == "dense_bfloat16" else torch.float32
+        return [*map(FittedHead, dense_pattern(statistics, heads, config.pattern, dtype=dtype, **options).singles())]
+    if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
+        return [*map(FittedHead, exact.canonical().singles())]
+    # Lines 11 and 12: the pattern, its entries floored at 1e-9 and its rows normalised, enters by its marginals, the
+    # sums over queries by key and by distance, Eq. (4), and by its entropy.
+    eta_abs, eta_rel, entropy = (part.to(device) for part in target(statistics, heads, config.pattern, **options))
+    # Lines 13 and 14: fit alpha and rho to the marginals; Z follows from them, Eq. (3).
+    compact_options, exponential_options = split_options(config.fitter, config.fitter_options, config.storage)
+    compact, certificate = fit_with_certificate(eta_abs, eta_rel, fitter=config.fitter, **compact_options)
+    # Line 15: kappa, the row-averaged KL from the pattern to its fit.
+    kl = fit_kl(compact, eta_abs, eta_rel, entropy).tolist()
+    fits = [*map(FittedHead, compact.to(device="cpu").singles(), kl, certificate.to_dicts())]
+    close = [number for number, fit in enumerate(fits) if fit.fit_kl <= config.max_fit_kl]
+    if config.storage == "exponential" and close:  # past the paper: patterns that run in linear time
+        forms = fit_exponential_heads(compact[close], eta_abs[close], eta_rel[close], **exponential_options)
+        for number, form in zip(close, forms, strict=True):
+            fits[number] = _in_linear_time(fits[number], form, config.max_fit_kl)
+    return fits
+
+
+def _in_linear_time(fit: FittedHead, form: ExponentialFit, max_fit_kl: float) -> FittedHead:
+    """Return a head with its exponential pattern, or as it is where that one is outside the tolerance."""
+    kl = fit.fit_kl + form.extra_kl
+    if form.pattern.kind == "exponential" and kl <= max_fit_kl:
+        fit = replace(fit, pattern=form.pattern.to(device="cpu"), fit_kl=kl)
+    assert fit.pattern is not None
+    numbers = {name: value for name, value in vars(form).items() if name != "pattern"}
+    return replace(fit, exponential=numbers | {"kind": fit.pattern.kind})
+
+
+# --- before line 4: what is checked and read
 
 
 def _check(adapter: Adapter, sequences: Sequences, config: FreezeConfig, allow_empty: bool) -> None:
@@ -180,14 +259,12 @@ def _check(adapter: Adapter, sequences: Sequences, config: FreezeConfig, allow_e
     longest, sites, length = adapter.max_length, adapter.sites(), sequences.length
     freezes = config.operation == "freeze"  # pruned heads have no pattern that ends
     if freezes and longest is not None and length != longest:
-        consequence = (
-            "once heads are frozen, longer inputs are refused"
-            if length < longest
-            else "attention is measured beyond its context"
-        )
+        effect = "attention is measured beyond its context"
+        if length < longest:
+            effect = "once heads are frozen, longer inputs are refused"
         warnings.warn(
-            f"calibration has {length} tokens, the model takes up to {longest}: {consequence}; "
-            f"calibrate on {longest} tokens unless this is intended",
+            f"calibration has {length} tokens, the model takes up to {longest}: {effect}; calibrate on {longest} "
+            "tokens unless this is intended",
             **{**_AT_CALLER, "category": LengthWarning if length < longest else SafWarning},
         )
     check_heads(config, [site.layout for site in sites], allow_empty=allow_empty)
@@ -229,7 +306,7 @@ def _texts(
     return halves(text) if config.jointly else (text, text)
 
 
-# --- lines 5 and 6: scores
+# --- lines 5 and 20: scores, and the number of heads
 
 
 def _scores(
@@ -264,103 +341,21 @@ def _scores(
     return scores
 
 
-# --- lines 7 to 20: fits, and which are accepted
-
-
-def accept_fits(
-    order: Chooser,
-    fit: Callable[[HeadSet], Mapping[Head, FittedHead]],
-    config: FreezeConfig,
-    *,
-    allow_empty: bool = False,
-) -> tuple[dict[Head, FittedHead], dict[Head, FittedHead]]:
-    """Fit heads in order until k are within the tolerance, or none is left; return these and the rejected ones.
-
-    `order` proposes as many at a time as are still missing, in units: single heads, or KV groups that are accepted as a
-    whole.
-    """
-    strict = config.strict or config.heads is not None
-    fits: dict[Head, FittedHead] = {}
-    rejected: dict[Head, FittedHead] = {}
-    # Lines 7 to 10, and 19 for the next heads: none is proposed once k are accepted.
-    while (proposed := order.propose()) and not (rejected and strict):
-        fits |= fit(HeadSet(head for unit in proposed for head in unit))  # lines 11 to 15
-        for unit in proposed:
-            # Line 16. Not "> max_fit_kl": a KL that is NaN never passes.
-            missed = {head: fits[head] for head in unit if not fits[head].fit_kl <= config.max_fit_kl}
-            rejected |= missed
-            if not missed:
-                order.accept(unit)  # lines 17 and 18
-    fewer = not order.attained(len(order))
-    if fewer and (strict or not len(order) or not config.jointly):  # line 20
-        reason = "no other may be chosen" + ("" if config.below is None else f" and scores below {config.below:g}")
-        if rejected:
-            listed = ", ".join(f"{head}: {fit.fit_kl:.3f}" for head, fit in sorted(rejected.items())[:4])
-            reason = f"{len(rejected)} do not fit within max_fit_kl={config.max_fit_kl} nats ({listed})"
-        if strict or not (len(order) or allow_empty):
-            least = order.total if strict else 1
-            raise SelectionError(f"at least {least} of {order.total} heads must be {config.kind}, and {reason}")
-        warnings.warn(f"only {len(order)} of {order.total} heads could be {config.kind}: {reason}", **_AT_CALLER)
-    return {head: fits[head] for head in HeadSet(order)}, rejected
-
-
-def fit_heads(
-    model: nn.Module,
-    batches: Iterable[Batch],
-    statistics: AttentionStatistics,
-    heads: HeadSet,
-    config: FreezeConfig,
-    timer: Stopwatch,
-) -> dict[Head, FittedHead]:
-    """Return each head's pattern, with the KL and certificate of its compact fit.
-
-    What the pattern needs beyond the statistics is measured for these heads, as many at a time as memory allows.
-    """
-    if config.operation == "prune":
-        return dict.fromkeys(heads, FittedHead())
-    collect, ordered, fits = collect_for(config.pattern, config.storage), list(heads), dict[Head, FittedHead]()
-    size = heads_at_a_time(model, collect, sequences=statistics.num_sequences, length=statistics.length)
-    for start in range(0, len(ordered), size):
-        some = HeadSet(ordered[start : start + size])
-        measured = calibrate(model, batches, collect=collect, heads=some, timer=timer) if collect else statistics
-        with timer("fit"):
-            fits |= zip(some, _fit(measured, some, config, adapter_for(model).device), strict=True)
-    return fits
-
-
-def _fit(
-    statistics: AttentionStatistics, heads: HeadSet, config: FreezeConfig, device: torch.device
-) -> list[FittedHead]:
-    """Return the patterns of heads from statistics that have all they need; fits run on `device`."""
-    options = {"seed": config.seed} | config.pattern_options
-    if config.storage not in FITTED:
-        dtype = torch.bfloat16 if config.storage == "dense_bfloat16" else torch.float32
-        return [*map(FittedHead, dense_pattern(statistics, heads, config.pattern, dtype=dtype, **options).singles())]
-    if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
-        return [*map(FittedHead, exact.canonical().singles())]
-    # Lines 11 and 12: the floored, renormalised mean pattern enters by its marginals, Eq. (4), and its entropy alone.
-    goal = [part.to(device) for part in target(statistics, heads, config.pattern, **options)]
-    options, exponential = split_options(config.fitter, config.fitter_options, config.storage)
-    # Lines 13 to 15: key and distance logits, Z of Eq. (3), and the KL of the fit from the pattern.
-    compact, certificate = fit_with_certificate(*goal[:2], fitter=config.fitter, **options)
-    columns = compact.to(device="cpu").singles(), fit_kl(compact, *goal).tolist(), certificate.to_dicts()
-    fits = [*map(FittedHead, *columns)]
-    close = [number for number, fit in enumerate(fits) if fit.fit_kl <= config.max_fit_kl]
-    if config.storage == "exponential" and close:  # past the paper: patterns that run in linear time
-        forms = fit_exponential_heads(compact[close], *(part[close] for part in goal[:2]), **exponential)
-        for number, form in zip(close, forms, strict=True):
-            fits[number] = _in_linear_time(fits[number], form, config.max_fit_kl)
-    return fits
-
-
-def _in_linear_time(fit: FittedHead, form: ExponentialFit, max_fit_kl: float) -> FittedHead:
-    """Return a head with its exponential pattern, or as it is where that one is outside the tolerance."""
-    kl = fit.fit_kl + form.extra_kl
-    if form.pattern.kind == "exponential" and kl <= max_fit_kl:
-        fit = replace(fit, pattern=form.pattern.to(device="cpu"), fit_kl=kl)
-    assert fit.pattern is not None
-    numbers = {name: value for name, value in vars(form).items() if name != "pattern"}
-    return replace(fit, exponential=numbers | {"kind": fit.pattern.kind})
+def _check_number(
+    order: Chooser, rejected: Mapping[Head, FittedHead], config: FreezeConfig, *, allow_empty: bool
+) -> None:
+    """Warn where fewer heads than requested are accepted; raise SelectionError where that may not be."""
+    accepted = len(order)
+    if order.attained(accepted) or (config.jointly and accepted):  # joint cost takes a share of its candidates
+        return
+    reason = "no other may be chosen" + ("" if config.below is None else f" and scores below {config.below:g}")
+    if rejected:
+        listed = ", ".join(f"{head}: {fit.fit_kl:.3f}" for head, fit in sorted(rejected.items())[:4])
+        reason = f"{len(rejected)} do not fit within max_fit_kl={config.max_fit_kl} nats ({listed})"
+    if config.all_or_none or not (accepted or allow_empty):
+        least = order.total if config.all_or_none else 1
+        raise SelectionError(f"at least {least} of {order.total} heads must be {config.kind}, and {reason}")
+    warnings.warn(f"only {accepted} of {order.total} heads could be {config.kind}: {reason}", **_AT_CALLER)
 
 
 # --- the edit, for good at line 21, and for a while where its cost is measured
