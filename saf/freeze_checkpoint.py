@@ -1,10 +1,11 @@
-"""Freezing heads of a model on disk: the settings, and the whole recipe from a checkpoint's data to a new checkpoint.
+"""`freeze_saved` freezes heads of a model on disk: from its files and its data to the files of a new model.
 
-The recipe for folders of transformers is in saf/hf/folders.py.
+`open_checkpoint_source` opens checkpoints of this project for it; saf/hf/folders.py has that for folders of
+transformers.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,12 @@ from torch import Tensor, nn
 
 from saf.calibration import plan_calibration
 from saf.checkpoint import save_checkpoint
-from saf.data import TextData, calibration_windows, check_separate
+from saf.data import TextData, TokenData, calibration_windows, check_separate
 from saf.errors import CheckpointError, InputError
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
-from saf.heldout import GUARD_SEQUENCES
+from saf.heldout import GUARD_SEQUENCES, Healing
 from saf.machine import Device, Precision, autocast, pick_device
 from saf.opening import ModelFolder, find_model
 from saf.surgery import finalize_
@@ -100,20 +101,82 @@ class CheckpointFreezing:
         return max(1, min(GUARD_SEQUENCES, available))
 
 
-def check_new(settings: CheckpointFreezing) -> None:
-    """Raise CheckpointError where something is at the place of what is to be written."""
+@dataclass(frozen=True, kw_only=True)
+class FreezingSource:
+    """An open model whose heads are to be frozen, with its text."""
+
+    model: nn.Module
+    hash: str
+    """The hash of its files."""
+    calibration: Tensor
+    """Calibration sequences `[N, length]`."""
+    heldout: Tensor
+    """Sequences `[N, length]` that measure the loss and joint cost."""
+    write: Callable[[FreezeReport], str]
+    """Writes the frozen model into `out` and returns its hash."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Further options of `freeze_`."""
+    heal: Callable[[list[Tensor], Progress], Healing] | None = None
+    """Trains the frozen model, and compares it on these held-out batches with the ordinary one trained alike."""
+
+
+Opener = Callable[[CheckpointFreezing, Callable[[str], Any]], FreezingSource]
+"""Opens the model of these settings; the function takes lines for people."""
+
+
+def freeze_saved(
+    settings: CheckpointFreezing, open_source: Opener, *, say: Callable[[str], Any], countdown: Countdown
+) -> tuple[FreezeReport, str, str]:
+    """Freeze heads of a model on disk and write a new one; return the report, the new hash, and the old one.
+
+    `say` is called with lines for people, `countdown` for each part that takes long.
+
+    Raises:
+        CheckpointError: The model's files are damaged, or `out` exists.
+        InputError: There is no model, or the settings do not fit it.
+        UnsupportedError: The model is of an unsupported family.
+    """
     if settings.out.exists():
         raise CheckpointError(f"{settings.out} exists already; remove it, or write to another folder")
+    source = open_source(settings, say)
+    limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
+    batches, heldout = ([*each.split(settings.batch_size)] for each in (source.calibration, source.heldout))
+    with autocast(pick_device(settings.device), settings.precision):
+        plan = plan_calibration(source.model, batches, collect=settings.config.collect, capture_bytes=limit)
+        say(str(plan))
+        report = freeze_(
+            source.model,
+            batches,
+            settings.config,
+            heldout=heldout,
+            accept_loss=settings.accept_loss or settings.heal is not None,
+            capture_bytes=limit,
+            progress=countdown("calibrating", "layers"),
+            joint_progress=countdown("measuring", "heads"),
+            **source.options,
+        )
+    if source.heal is not None:
+        report = replace(report, healing=source.heal(heldout, countdown("healing", "updates")))
+    if settings.finalize:
+        finalize_(source.model)
+    return report, source.write(report), source.hash
 
 
-def freeze_checkpoint(
-    settings: CheckpointFreezing, *, say: Callable[[str], Any], countdown: Countdown
-) -> tuple[FreezeReport, str, str]:
-    """Freeze heads of a checkpoint and write a new one; return the report, the new hash, and the checkpoint's hash.
+def read_windows(settings: CheckpointFreezing, data: TokenData, length: int, *, seed: int) -> tuple[Tensor, Tensor]:
+    """Return calibration and held-out windows of prepared data, `[N, length]` each."""
+    count = settings.heldout_count((data.num_tokens("controller") - 1) // length, length)
+    (heldout,) = heldout_batches(data, length=length, count=count, batch_size=count)
+    return calibration_windows(data, length=length, count=settings.sequences, seed=seed), heldout
 
-    The optimiser's state is carried along. `say` is called with lines for people, `countdown` for each part that takes
-    long. Raises CheckpointError for a damaged checkpoint, or where `out` exists, InputError without a checkpoint or for
-    settings that it cannot be frozen with.
+
+# --- checkpoints of this project
+
+
+def open_checkpoint_source(settings: CheckpointFreezing, say: Callable[[str], Any]) -> FreezingSource:
+    """Open a checkpoint and its optimiser, whose state is carried along.
+
+    Raises CheckpointError for a damaged checkpoint, InputError without one, or for settings that do not fit it, and
+    DataError where the event would read text on which the run is reported.
     """
     if settings.heal is not None:
         raise InputError("heal is of models of transformers: go on from the new checkpoint by `saf pretrain --parent`")
@@ -125,11 +188,10 @@ def freeze_checkpoint(
             f"{settings.checkpoint} must be a checkpoint, got a model without optimiser state: freeze it in Python by "
             "saf.freeze_"
         )
-    check_new(settings)
-    batches, heldout = _batches(settings, source)
+    calibration, heldout = _windows(settings, source)
     model = checkpoint.model(pick_device(settings.device))
     optimizer = checkpoint.optimizer(model)
-    options: dict[str, Any] = {"optimizer": optimizer, "accept_loss": settings.accept_loss}
+    options: dict[str, Any] = {"optimizer": optimizer}
     if "gradient" in settings.config.needs:
         if (gradient := recorded_gradient(model, checkpoint.state)) is None:
             raise InputError(
@@ -137,45 +199,25 @@ def freeze_checkpoint(
                 "--track-gradients, or choose another score"
             )
         options["score_inputs"] = {"gradient": gradient}
-    report = freeze_opened(settings, model, batches, heldout, say=say, countdown=countdown, **options)
-    if settings.finalize:
-        finalize_(model)
-    state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
-    state["elapsed"] = with_freeze(checkpoint.state["elapsed"], sum(report.seconds.values()))
-    written = save_checkpoint(
-        settings.out,
-        model,
-        optimizer,
-        state=state,
-        parent=checkpoint.hash,
-        record=lambda folder: report.save(folder, update=checkpoint.update),
+
+    def write(report: FreezeReport) -> str:
+        state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
+        state["elapsed"] = with_freeze(state["elapsed"], sum(report.seconds.values()))
+        record = lambda folder: report.save(folder, update=checkpoint.update)  # noqa: E731
+        return save_checkpoint(settings.out, model, optimizer, state=state, parent=checkpoint.hash, record=record)
+
+    return FreezingSource(
+        model=model,
+        hash=checkpoint.hash,
+        calibration=calibration,
+        heldout=heldout,
+        write=write,
+        options=options,
     )
-    return report, written, checkpoint.hash
 
 
-def freeze_opened(
-    settings: CheckpointFreezing,
-    model: nn.Module,
-    batches: list[Tensor],
-    heldout: list[Tensor],
-    *,
-    say: Callable[[str], Any],
-    countdown: Countdown,
-    **options: Any,
-) -> FreezeReport:
-    """Freeze heads of an open model as the settings and the `options` of `freeze_` say, after a line about memory."""
-    config, limit = settings.config, None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
-    with autocast(pick_device(settings.device), settings.precision):
-        say(str(plan_calibration(model, batches, collect=config.collect, capture_bytes=limit)))
-        options |= {"progress": countdown("calibrating", "layers"), "joint_progress": countdown("measuring", "heads")}
-        return freeze_(model, batches, config, heldout=heldout, capture_bytes=limit, **options)
-
-
-def _batches(settings: CheckpointFreezing, source: ModelFolder) -> tuple[list[Tensor], list[Tensor]]:
-    """Return calibration sequences and held-out ones, in batches `[B, length]`.
-
-    Raises DataError where the event would read text on which the run is reported.
-    """
+def _windows(settings: CheckpointFreezing, source: ModelFolder) -> tuple[Tensor, Tensor]:
+    """Return the windows of `read_windows` from the run's data or others that do not overlap what it reports on."""
     data, most = source.data(settings.data), source.state["model"]["max_length"]
     if isinstance(data, TextData):
         raise InputError(f"data of a checkpoint must be a folder by `saf data prepare`, got {data.folder}")
@@ -186,6 +228,4 @@ def _batches(settings: CheckpointFreezing, source: ModelFolder) -> tuple[list[Te
         if "outputs" in settings.config.needs or settings.config.jointly:
             check_separate(data, "controller", trained)
     seed = source.settings.get("seed", 0) if settings.calibration_seed is None else settings.calibration_seed
-    windows = calibration_windows(data, length=length, count=settings.sequences, seed=seed)
-    size, count = settings.batch_size, settings.heldout_count((data.num_tokens("controller") - 1) // length, length)
-    return list(windows.split(size)), heldout_batches(data, length=length, count=count, batch_size=size)
+    return read_windows(settings, data, length, seed=seed)

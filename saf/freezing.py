@@ -122,8 +122,7 @@ def freeze_(
 
         # Line 6: k = round(r L H); no head is accepted yet.
         k = config.requested(statistics.variance.numel())
-        fits: dict[Head, FittedHead] = {}
-        rejected: dict[Head, FittedHead] = {}
+        fits, rejected = dict[Head, FittedHead](), dict[Head, FittedHead]()
 
         # Lines 7 to 10: take the next heads of the order, as many as are still missing, until k are accepted.
         while (units := order.propose()) and not (rejected and config.all_or_none):

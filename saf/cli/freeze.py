@@ -12,7 +12,7 @@ import tyro
 from saf.cli.output import Countdown, say, show
 from saf.cli.parsing import parse
 from saf.errors import LengthWarning
-from saf.freeze_checkpoint import CheckpointFreezing, freeze_checkpoint
+from saf.freeze_checkpoint import CheckpointFreezing, freeze_saved, open_checkpoint_source
 from saf.freeze_config import FreezeConfig
 from saf.records.run import means_transformers
 
@@ -47,17 +47,16 @@ class Command(CheckpointFreezing):
     """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
-        freeze, kind = freeze_checkpoint, "checkpoint"
+        open_source, kind = open_checkpoint_source, "checkpoint"
         if means_transformers(self.checkpoint):
-            from saf.hf.folders import freeze_folder
+            from saf.hf.folders import open_folder_source
 
-            freeze, kind = freeze_folder, "model"
+            open_source, kind = open_folder_source, "model"
         if self.length is not None:  # whoever names a length has chosen it
             warnings.filterwarnings("ignore", category=LengthWarning)
         with Countdown(after=AFTER) as progress:
-            report, written, parent = freeze(
-                self, say=say, countdown=lambda verb, items: partial(progress, verb, items)
-            )
+            countdown = lambda verb, items: partial(progress, verb, items)  # noqa: E731
+            report, written, parent = freeze_saved(self, open_source, say=say, countdown=countdown)
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
         length = report.statistics.length
         limit = f", for inputs of up to {length:,} tokens" if self.config.operation == "freeze" else ""

@@ -1,9 +1,9 @@
-"""Model folders of transformers for the command line: `TransformersFolder` opens one, `freeze_folder` freezes it."""
+"""Model folders of transformers for the command line: `TransformersFolder` opens one, and `saf freeze` writes one."""
 
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,9 +24,9 @@ from saf.data import (
     shuffled_windows,
 )
 from saf.errors import CheckpointError, DataError, InputError, SafError
-from saf.freeze_checkpoint import CheckpointFreezing, Countdown, check_new, freeze_opened
+from saf.freeze_checkpoint import CheckpointFreezing, FreezingSource, read_windows
 from saf.freeze_report import FreezeReport
-from saf.heldout import halves, heal_and_compare
+from saf.heldout import Healing, halves, heal_and_compare
 from saf.hf.adapter import config_entry
 from saf.hf.families import FAMILIES
 from saf.hf.pretrained import CAUSAL, patch_pretrained
@@ -35,9 +35,7 @@ from saf.models.adapter import adapter_for
 from saf.opening import Encoder, OpenedModel, folder_hash, weight_files
 from saf.records.files import new_folder, read_json, write_json
 from saf.records.result import result_header
-from saf.surgery import finalize_
-from saf.tasks.base import PARENT, precision_in_use
-from saf.tasks.text import heldout_batches
+from saf.tasks.base import PARENT, Progress, precision_in_use
 
 RECORD = "freezing.json"
 """The file with the settings and hashes of `saf freeze`."""
@@ -68,7 +66,7 @@ class TransformersFolder:
             ):
                 file = cached_file(str(path), "config.json")
             source = cls(str(path), Path(str(file)).parent)
-            for name in TOKENIZER_FILES:  # `data` reads these files, and `freeze_folder` copies them
+            for name in TOKENIZER_FILES:  # `data` reads these files, and `saf freeze` copies them
                 cached_file(str(path), name, _raise_exceptions_for_missing_entries=False)
         architectures = read_json(source.folder / "config.json").get("architectures") or []
         if architectures and not any(name.endswith(CAUSAL) for name in architectures):
@@ -145,20 +143,21 @@ class TransformersFolder:
         return data
 
 
-def freeze_folder(
-    settings: CheckpointFreezing, *, say: Callable[[str], Any], countdown: Countdown
-) -> tuple[FreezeReport, str, str]:
-    """Freeze heads of a model in a folder and write a new folder; return the report, the new hash and the old one.
+def open_folder_source(settings: CheckpointFreezing, say: Callable[[str], Any]) -> FreezingSource:
+    """Open a model in a folder, or of the hub, so that `freeze_saved` freezes its heads.
 
-    The new folder has the files of `save_pretrained` and of the tokenizer, the freezing event and `RECORD`.
-
-    Raises:
-        CheckpointError: The model's files are damaged, or `out` exists.
-        InputError: There is no model, or the settings do not fit it.
-        UnsupportedError: The model is of an unsupported family.
+    The new folder has the files of `save_pretrained` and of the tokenizer, the freezing event and `RECORD`. Raises
+    InputError where there is no model, or the settings do not fit it.
     """
-    source, data = _source(settings)
     config, device = settings.config, pick_device(settings.device)
+    if "gradient" in config.needs:
+        raise InputError("a model's folder holds no average of Q/K gradients; choose another score")
+    source = TransformersFolder.find(settings.checkpoint)
+    data = source.data(settings.data)
+    if "outputs" in config.needs and isinstance(data, TextData):
+        raise InputError(
+            f"this score reads held-out text: give --data a folder by `saf data prepare --tokenizer {source.folder}`"
+        )
     bos = source.encoder().require_bos(source.name) if settings.bos else None
     dtype = torch.float32 if settings.heal is not None else None  # 16-bit weights round small updates away
     model: Any = source.model(device, dtype)
@@ -170,37 +169,38 @@ def freeze_folder(
     longest = OpenedModel(model, data, source).longest
     windows = _windows(settings, data, settings.calibration_length(longest, most=longest))
     calibration, heldout, training = (each if bos is None else begun_with(each, bos) for each in windows)
-    batches = [list(each.split(settings.batch_size)) for each in (calibration, heldout)]
-    accept = settings.accept_loss or settings.heal is not None
-    report = freeze_opened(settings, model, *batches, say=say, countdown=countdown, accept_loss=accept)
-    entry: Any = config_entry(model.config)
-    entry["events"][-1] |= {"data": data.folder.resolve().name, "bos": bos}
-    if settings.heal is not None:
+
+    def heal(heldout: list[Tensor], progress: Progress) -> Healing:
         options: dict[str, Any] = {"accept_loss": settings.accept_loss, "precision": settings.precision}
-        text = halves(batches[1])[1] if config.jointly else batches[1]
-        twin, progress = source.model(device, dtype), countdown("healing", "updates")
-        healing = heal_and_compare(model, twin, training, text, progress=progress, **options)
-        report, entry["events"][-1]["healing"] = replace(report, healing=healing), asdict(healing)
+        text = halves(heldout)[1] if config.jointly else heldout
+        healing = heal_and_compare(model, source.model(device, dtype), training, text, progress=progress, **options)
         model.to(source.config().dtype or torch.float32)
-    if settings.finalize:
-        finalize_(model)
-    record = _record(settings, report, data, parent) | {"precision": precision, "bos": bos}
-    _write(settings.out, model, source, report, record)
-    return report, folder_hash(settings.out), parent
+        return healing
 
+    def write(report: FreezeReport) -> str:
+        entry: Any = config_entry(model.config)
+        entry["events"][-1] |= {"data": data.folder.resolve().name, "bos": bos}
+        if report.healing is not None:
+            entry["events"][-1]["healing"] = asdict(report.healing)
+        record = _record(settings, report, data, parent) | {"precision": precision, "bos": bos}
+        with new_folder(settings.out) as folder:
+            model.save_pretrained(folder)
+            for name in TOKENIZER_FILES:
+                if (source.folder / name).is_file():
+                    shutil.copyfile(source.folder / name, folder / name)
+            report.save(folder)
+            values = {**record, "model": folder_hash(folder), **report.to_dict(), "schema": record["schema"]}
+            write_json(folder / RECORD, values)
+        return values["model"]
 
-def _source(settings: CheckpointFreezing) -> tuple[TransformersFolder, TokenData]:
-    """Return the model's folder and the text; raise InputError where they have no inputs for the score."""
-    check_new(settings)
-    if "gradient" in settings.config.needs:
-        raise InputError("a model's folder holds no average of Q/K gradients; choose another score")
-    source = TransformersFolder.find(settings.checkpoint)
-    data = source.data(settings.data)
-    if "outputs" in settings.config.needs and isinstance(data, TextData):
-        raise InputError(
-            f"this score reads held-out text: give --data a folder by `saf data prepare --tokenizer {source.folder}`"
-        )
-    return source, data
+    return FreezingSource(
+        model=model,
+        hash=parent,
+        calibration=calibration,
+        heldout=heldout,
+        write=write,
+        heal=None if settings.heal is None else heal,
+    )
 
 
 def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -208,16 +208,13 @@ def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tupl
 
     Healing windows of prepared data are one token longer.
     """
-    count, seed = settings.sequences, settings.calibration_seed or 0
-    heal = 0 if settings.heal is None else max(1, settings.heal // length)
+    seed, heal = settings.calibration_seed or 0, 0 if settings.heal is None else max(1, settings.heal // length)
     if isinstance(data, TextData):
         return _windows_of_text(settings, data, length, heal)
-    held = settings.heldout_count((data.num_tokens("controller") - 1) // length, length)
-    calibration = calibration_windows(data, length=length, count=count, seed=seed)
-    heldout = torch.cat(heldout_batches(data, length=length, count=held, batch_size=held))
+    calibration, heldout = read_windows(settings, data, length, seed=seed)
     if settings.config.jointly:  # spread over all documents: heads chosen on one kind of text fail on others
         every = sequential_windows(data.tokens("controller"), length)[:, :-1]
-        heldout = every[torch.linspace(0, len(every) - 1, held).long()]
+        heldout = every[torch.linspace(0, len(every) - 1, len(heldout)).long()]
     training = shuffled_windows(data.tokens("train"), 0, heal, length=length, seed=seed) if heal else heldout[:0]
     return calibration, heldout, training
 
@@ -254,18 +251,6 @@ def _record(settings: CheckpointFreezing, report: FreezeReport, data: TokenData,
         checkpoints={PARENT: parent},
         data={"calibration": data.fingerprint},
     )
-
-
-def _write(out: Path, model: Any, source: TransformersFolder, report: FreezeReport, record: dict[str, Any]) -> None:
-    """Write a frozen model's folder, or nothing where writing fails."""
-    with new_folder(out) as folder:
-        model.save_pretrained(folder)
-        for name in TOKENIZER_FILES:
-            if (source.folder / name).is_file():
-                shutil.copyfile(source.folder / name, folder / name)
-        report.save(folder)
-        values = {**record, "model": folder_hash(folder), **report.to_dict(), "schema": record["schema"]}
-        write_json(folder / RECORD, values)
 
 
 @contextmanager
