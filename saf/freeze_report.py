@@ -2,7 +2,7 @@
 
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from saf.heads import Head, HeadSet
 from saf.heldout import Healing, JointCost, LossChange, perplexity_rise
 from saf.patterns import Pattern, pattern_for_each_head
 from saf.records.run import STATE_AFTER, EventRecord, append_event, total_in_words
-from saf.records.table import Table, markdown_of, number, signed
+from saf.records.table import Table, markdown_of, number, percent, signed
 from saf.statistics import AttentionStatistics
 
 SCHEMA = "saf.freezing.recipe/1"
@@ -186,7 +186,7 @@ class FreezeReport:
             interval = f" (95% interval {' to '.join(ends)})" if ends else ""
             losses = f"{loss.before:.4f} nats before, {loss.after:.4f} after"
             text = f"{loss.tokens:,} {self.loss_text} tokens"
-            rise = f"perplexity {signed(100 * loss.rise)}{interval} on {text} ({losses})"
+            rise = f"perplexity {signed(100 * loss.rise)}{interval} on {text} ({losses}){budget_words(self.to_dict())}"
         layer = ""
         if self.worst_layer is not None:
             layer = f"; {worst_layer_words(self.worst_layer)}"
@@ -234,6 +234,16 @@ class FreezeReport:
         text = io.StringIO()
         self.table().print(Console(width=100, file=text, highlight=False))
         return f"{self.cost}\n{text.getvalue().rstrip()}"
+
+
+def budget_words(event: Mapping[str, Any]) -> str:
+    """Return a clause where the interval of the cost in `FreezeReport.to_dict` ends above the budget, or nothing."""
+    budget = event.get("config", {}).get("budget")
+    if budget is None or event.get("loss_error") is None:
+        return ""
+    loss = LossChange(**{each.name: event[f"loss_{each.name}"] for each in fields(LossChange)})
+    above = loss.interval is not None and loss.interval[1] > budget
+    return f"; its 95% interval ends above the budget of {percent(budget)}" if above else ""
 
 
 def worst_layer_words(worst: Sequence[float]) -> str:

@@ -7,7 +7,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from typing import Any, get_args
 
@@ -72,7 +72,9 @@ def main(words: Sequence[str] | None = None) -> int:
             with _plain_warnings(name), _missing_extras():
                 module = importlib.import_module(f"saf.cli.{name}")
                 try:
-                    module.parse_words(rest).run()
+                    with _quiet() if _is_later_process() else nullcontext():  # all read the same words
+                        command = module.parse_words(rest)
+                    command.run()
                 except SystemExit as stop:  # after the help, for refused words, or where a signal stopped a run
                     code = int(stop.code or 0)
         sys.stdout.flush()  # a pipe that was closed is noticed here rather than at Python's exit
@@ -126,10 +128,22 @@ def _settings_as_flags(text: str, module: Any) -> str:
 def _prints(error: SafError) -> bool:
     """Return whether this process prints an error; of several processes that share it, one does."""
     if "torch" not in sys.modules:  # it takes seconds to load
-        return True
+        return not _is_later_process()
     from saf.distributed import prints_error
 
     return prints_error(error)
+
+
+def _is_later_process() -> bool:
+    """Return whether `torchrun` started this process on a machine after its first one."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_RANK"] != "0"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Print nothing in the block."""
+    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+        yield
 
 
 def _end_in_group(code: int) -> None:

@@ -22,7 +22,7 @@ from saf.compare import (
     speed_caveat,
 )
 from saf.errors import InputError
-from saf.freeze_report import worst_layer_words
+from saf.freeze_report import budget_words, worst_layer_words
 from saf.frozen_state import STATE_FILE
 from saf.inspection import inspect
 from saf.records.files import read_json, write_atomically
@@ -109,6 +109,7 @@ def _own_headline(run: RecordedRun) -> str:
         reached = f"held-out perplexity {number(ppl)}" if ppl else "training,"
     elif event.get("loss_after") is not None:
         reached = f"perplexity {signed(100 * math.expm1(event['loss_after'] - event['loss_before']))} at once"
+        reached += budget_words(event)
     if reached and run.metrics:
         reached += f" after {number(result.get('updates') or len(run.metrics))} updates"
     return ": ".join(filter(None, [heads, reached]))

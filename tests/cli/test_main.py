@@ -49,6 +49,14 @@ def test_an_unknown_command_is_explained(saf):
         assert (code, hint in err) == (2, True)
 
 
+def test_of_processes_that_torchrun_started_the_first_alone_refuses_words(saf, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
+    for rank, shown in (("0", True), ("1", False)):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        code, out, err = saf("pretrain", "--widht", 3)
+        assert (code, out, bool(err)) == (2, "", shown)
+
+
 def test_an_error_is_one_message_without_a_traceback(saf, tmp_path):
     code, out, err = saf("evaluate", tmp_path)
     assert (code, out, err.count("\n")) == (2, "", 1)

@@ -2,6 +2,7 @@
 
 import math
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -43,6 +44,9 @@ def test_the_joint_loss_of_what_is_accepted_stays_within_the_budget(text):
     assert report.loss.before == pytest.approx(loss(fluent(), reporting), abs=1e-4)
     assert report.loss.after == pytest.approx(loss(model, reporting), abs=1e-4)
     assert report.loss.after - report.loss.before <= math.log1p(budget)
+    for limit in (budget, (report.loss.rise + report.loss.interval[1]) / 2):
+        said = replace(report, config=report.config | {"budget": limit}).cost
+        assert ("ends above the budget" in said) == (report.loss.interval[1] > limit)
     assert len(joint.alone) == TOTAL  # three times the half that is asked for
     first = joint.accepted[: len(joint.accepted) // 2 + 1]
     assert joint.rises[len(first) - 1] == pytest.approx(loss_with(list(first), choosing) - before, abs=1e-4)
