@@ -23,7 +23,6 @@ from saf.hf.attention import (
     HeadState,
     attach_state,
     detach_idle_state,
-    dropout_message,
     layout_of,
     mask_for_generation,
     set_forward,
@@ -37,11 +36,6 @@ from saf.ops import FrozenHeads
 def config_entry(config: Any) -> dict[str, Any] | None:
     """Return a configuration's entry `saf` about frozen and pruned heads; None where no head is edited."""
     return getattr(config, "saf", None)
-
-
-def remove_config_entry_(config: Any) -> None:
-    """Remove a configuration's entry `saf`."""
-    vars(config).pop("saf", None)
 
 
 class TransformersModel(LanguageModel):
@@ -138,11 +132,6 @@ class TransformersAdapter(TransformersModel, Adapter):
             entry["events"].append(event)
 
     def check_attention(self) -> None:
-        if any(getattr(attention, "is_cross_attention", False) for attention in self._attention):
-            raise UnsupportedError(
-                f"this {type(self.model).__name__} attends to an encoder: open it as a decoder alone "
-                "(add_cross_attention=False)"
-            )
         name = str(self.model.config._attn_implementation)
         if name not in (*STOCK, NAME) and not name.startswith("kernels-community/"):
             raise UnsupportedError(
@@ -150,16 +139,13 @@ class TransformersAdapter(TransformersModel, Adapter):
             )
         super().check_attention()
 
-    def check_layers(self) -> None:
-        """Raise UnsupportedError where a layer computes something that `edited_forward` does not."""
-        for attention in self._attention:
-            if rate := self.family.dropout_rate(attention):
-                raise UnsupportedError(dropout_message(rate, self.family.dropout_setting))
-            if rate := getattr(attention, "residual_dropout", 0):
-                raise UnsupportedError(dropout_message(rate, "residual_dropout"))
-            norm = getattr(attention, "q_norm", None)
-            if norm is not None and not (self.family.norms and norm.weight.numel() == attention.head_dim):
-                raise UnsupportedError(f"{type(attention).__name__} must have no norm of queries, or one of each head")
+    def check_dropout(self) -> None:
+        """Raise UnsupportedError for a model with dropout of attention weights, which frozen heads do not have."""
+        if rate := getattr(self.model.config, self.family.dropout):
+            raise UnsupportedError(
+                f"with frozen heads dropout of attention must be 0, got {rate:g}: open the model with "
+                f"{self.family.dropout}=0"
+            )
 
     def set_attention_function(self) -> None:
         """Use `attend` while heads are edited, and the model's original attention function once none is.
@@ -182,7 +168,7 @@ class TransformersAdapter(TransformersModel, Adapter):
                 state.original_function = None
             self._use_attention(original)
             vars(self.model).pop("create_masks_for_generate", None)
-            remove_config_entry_(self.model.config)
+            vars(self.model.config).pop("saf", None)
 
     def _copy_config(self) -> None:
         shared, own = self.model.config, copy.deepcopy(self.model.config)
@@ -230,7 +216,7 @@ class TransformersSite(Site):
         return weights | {name + BIAS: (bias, 0) for name, bias in inputs.items() if bias is not None}
 
     def check(self, layout: HeadLayout) -> None:
-        self._adapter.check_layers()
+        self._adapter.check_dropout()
         layer = f"layer {self.attention.layer_idx}"
         projections = [getattr(self.attention, name) for name in self._family.projections.values()]
         if any(each.weight.is_meta and hasattr(each, "_hf_hook") for each in projections):

@@ -21,12 +21,13 @@ from transformers.masking_utils import causal_mask_function
 
 from saf.errors import InputError, UnsupportedError, shown
 from saf.heads import HeadLayout, roles_of
-from saf.hf.cache import StateLayer, first_positions, fit_cache
+from saf.hf.cache import fit_cache
 from saf.hf.families import Family
 from saf.models.adapter import Receiver, Removed
 from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
 from saf.ops.frozen_heads import LayoutMixin, beyond_patterns
 from saf.ops.heads import cached_order, join_heads
+from saf.ops.linear.op import RecurrentState
 from saf.ops.operator import is_capturing
 from saf.ops.positions import CachePosition, device_assert, first_real, left_padding
 
@@ -41,24 +42,21 @@ _SEPARATE_ROWS = "pad each document in a row of its own"
 
 
 def attend(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: "PassMask | None", dropout: float = 0.0,
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: "PassMask | None",
     scaling: float | None = None, sliding_window: int | None = None, softcap: float | None = None,
     output_attentions: bool = False, position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None,
-    state_layer: StateLayer | None = None, **_: Any,
+    recurrent: RecurrentState | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """Compute attention of live and frozen heads, `[B, Tq, H, D]` in slot order: an attention function of transformers.
 
     `query [B, L, Tq, D]` has the live heads, `key [B, K, T, D]` and `value [B, V, T, D]` the stored KV heads, cached
-    tokens first. `attention_mask` is the result of `padding_mask`; `position_ids` are `[B or 1, Tq]`. `state_layer` is
-    the cache's layer, where it has a recurrent state for exponential patterns.
+    tokens first. `attention_mask` is the result of `padding_mask`; `position_ids` are `[B or 1, Tq]`. `recurrent` is
+    the state of exponential patterns, where the cache has one.
 
-    Raises UnsupportedError for dropout, `output_attentions`, masks of query-key pairs, and inputs beyond the sliding
-    window where heads are frozen or measured; InputError for inputs longer than the patterns.
+    Raises UnsupportedError for `output_attentions`, masks of query-key pairs, and inputs beyond the sliding window
+    where heads are frozen or measured; InputError for inputs longer than the patterns.
     """
     state = state_of(module)  # None in other models built from the same config, which names this function
-    if dropout:
-        setting = Family.dropout_setting if state is None else state.family.dropout_setting
-        raise UnsupportedError(dropout_message(dropout, setting))
     if output_attentions:
         raise UnsupportedError("frozen heads have no attention weights to return; leave output_attentions out")
     mask = PassMask() if attention_mask is None else attention_mask
@@ -68,22 +66,19 @@ def attend(
             f"set_attn_implementation({NAME!r})"
         )
     if mask.prefill:
-        key, value = first_positions(key, value, query.shape[-2], layout_of(module), state=state_layer is not None)
+        key, value = key[:, :, : query.shape[-2]], value[:, :, : query.shape[-2]]
     length = value.shape[-2] if mask.documents is None else mask.documents.longest
     beyond_window = sliding_window is not None and length > sliding_window
     if beyond_window and state is not None and (state.frozen is not None or state.receivers):
         raise UnsupportedError(f"inputs must fit the sliding window, {sliding_window} tokens, got {length}")
     for receiver in () if state is None else state.receivers:
         receiver(query, key)
-    # Once a pass, as it may synchronise with the device.
-    if mask.documents is None and (module.layer_idx == 0 or beyond_window):
+    if mask.documents is None and module.layer_idx == 0:  # once a pass, as it may synchronise with the device
         check_positions(mask, position_ids, cu_seq_lens_q, len(value))
     frozen: dict[str, Any] = {"left_pad": None if mask.padding is None else first_real(mask.padding)}
     visible = None if mask.positions is None else mask.positions.visible
     live = {**frozen, "scale": scaling, "visible": visible, "window": sliding_window, "soft_cap": softcap}
-    frozen["cache_position"] = mask.positions
-    if state_layer is not None:
-        frozen["state"] = state_layer.take_state()
+    frozen |= {"cache_position": mask.positions, "state": recurrent}
     attend_rows = partial(_attend_rows, state, live, frozen)
     if mask.documents is None:
         output = attend_rows(query, key, value)
@@ -108,17 +103,12 @@ def _attend_rows(
     parts, layout = [], state.layout
     if layout.num_live:
         slots = layout.kv_head[: layout.num_live]
-        if frozen["cache_position"] is not None or "state" in frozen:
+        if frozen["cache_position"] is not None or frozen["state"] is not None:
             slots = tuple(map(cached_order(layout.kv_head, layout.num_frozen).index, slots))
         parts.append(live_heads(query, key, value, slots, kernel=state.kernel, **live))
     if state.frozen is not None:
         parts.append(frozen_attention(value, state.frozen, rows=query.shape[-2], **frozen))
     return join_heads(*parts) if parts else query  # [B, 0, Tq, D]: all heads are pruned
-
-
-def dropout_message(rate: float, setting: str) -> str:
-    """Return the error message for an attention layer with dropout."""
-    return f"with frozen heads dropout of attention layers must be 0, got {rate:g}: open the model with {setting}=0"
 
 
 # --- layers with edited heads
@@ -139,16 +129,20 @@ def edited_forward(
         query, key = module.q_norm(query), module.k_norm(key)
     if state.layout.num_live and rotate is not None and position_embeddings is not None:
         query, key = rotate(query, key, *position_embeddings)
-    state_layer = None
+    recurrent = None
     if past_key_values is not None:
-        state_layer = fit_cache(past_key_values, module.layer_idx, state, value.device)
-        key, value = _cached(module, past_key_values, key, value, stock=state_layer is None)
+        layer = fit_cache(past_key_values, module.layer_idx, state, value.device)
+        cached = past_key_values.update(key, value, module.layer_idx)
+        if layer is not None:
+            recurrent = layer.take_state()
+        # A prefill reads the new tokens alone, which a cache of fixed size returns with its values in another order.
+        if recurrent is not None or not (isinstance(attention_mask, PassMask) and attention_mask.prefill):
+            key, value = cached
     options = {
-        "dropout": family.dropout_rate(module) if module.training else 0.0,
         "scaling": module.scaling,
         "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
         "softcap": None if family.soft_cap is None else getattr(module, family.soft_cap),
-        "state_layer": state_layer,
+        "recurrent": recurrent,
     }
     mixed, _ = attend(module, query, key, value, attention_mask, **options, **rest)
     projection = family.module(module, "output")
@@ -172,20 +166,6 @@ def _project(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor
             parts |= dict(zip(roles, heads.transpose(1, 2).split(counts, dim=1), strict=True))
     empty = parts["value"][:, :0]
     return parts.get("query", empty), parts.get("key", empty), parts["value"]
-
-
-def _cached(module: Any, cache: Any, key: Tensor, value: Tensor, *, stock: bool) -> tuple[Tensor, Tensor]:
-    """Add keys and values `[B, *, Tq, D]` of new tokens to a cache, and return those of all tokens, `[B, *, T, D]`.
-
-    A stock cache layer counts its tokens by its keys. Without live heads it therefore stores the values as its keys,
-    and no values; without any stored head, one zero a token.
-    """
-    if module.saf.layout.num_live or not stock:
-        return cache.update(key, value, module.layer_idx)
-    heads = value.shape[1]
-    counted = value if heads else value.new_zeros(len(value), 1, value.shape[2], 1)
-    counted, _ = cache.update(counted, counted[:, :0], module.layer_idx)
-    return counted[:, :0], counted if heads else counted[:, :0].expand(-1, -1, -1, module.head_dim)
 
 
 class HeadState(LayoutMixin):

@@ -1,13 +1,12 @@
 """KV caches of transformers for layers with frozen heads: fewer keys, and recurrent states of exponential patterns.
 
 A KV head's keys are cached only for live heads, and its values only for live heads and frozen heads without a
-recurrent state. A `DynamicCache` stores whatever heads a layer passes to it. A `StaticCache` allocates equally many key
-and value heads, so `fit_cache` replaces its layer by a `FixedLayer` where the numbers differ. Heads with exponential
-patterns have a recurrent state, in a `GrowingLayer` or a `FixedLayer`.
+recurrent state. `fit_cache` replaces a layer of a cache that cannot store these by a `GrowingLayer` or `FixedLayer`.
 """
 
 import importlib.metadata
 from collections.abc import Callable
+from math import inf
 from typing import Any
 
 import torch
@@ -40,54 +39,39 @@ def fit_cache(past_key_values: Any, index: int, state: Any, device: torch.device
     layers, new_layer = past_key_values.layers, getattr(past_key_values, "layer_class_to_replicate", None)
     while new_layer is not None and len(layers) <= index:  # such a cache adds layers lazily
         layers.append(new_layer())
-    layer = layers[index]
     # No isinstance tests: compiled code would guard on the layer's class.
-    if (filled_by := getattr(layer, "fingerprint", None)) is None:
-        if hasattr(layer, "max_cache_len") and any(past_key_values.is_sliding):
+    if (filled_by := getattr(layers[index], "fingerprint", None)) is None:
+        if hasattr(layers[index], "max_cache_len") and any(past_key_values.is_sliding):
             raise UnsupportedError(
                 "with frozen heads models with a sliding window take a growing cache: leave cache_implementation out"
             )
-        layers[index] = layer = _fitting_layer(layer, state.layout, state.frozen)
-        layer.fingerprint = state.fingerprint
+        layers[index] = _fitting_layer(layers[index], state.layout, state.frozen)
+        layers[index].fingerprint = state.fingerprint
     elif filled_by != state.fingerprint:
         raise UnsupportedError(OTHER_HEADS)
-    return layer if getattr(layer, "sizes", None) is not None else None
+    return layers[index] if getattr(layers[index], "sizes", None) is not None else None
 
 
 def _fitting_layer(layer: Any, layout: HeadLayout, frozen: FrozenHeads | None) -> Any:
-    """Return a cache's layer, or a replacement for it with the stored heads of an attention layer.
+    """Return a cache's layer, or a replacement for it where it cannot store an attention layer's heads.
 
     A cache that is first filled with gradients enabled stores values in place of a recurrent state.
     """
-    fixed, quantised = hasattr(layer, "max_cache_len"), hasattr(layer, "_quantize")
+    quantised = hasattr(layer, "_quantize")
     if quantised and not layout.num_live:
         raise UnsupportedError("a quantised cache needs a live head in every layer; limit max_per_layer")
     keys, values = (len(layout.rows[role]) for role in ("key", "value"))
-    if not layout.num_live:
-        keys, values = max(values, 1), 0  # see `_cached` in attention.py
     if layer.is_initialized and not quantised:  # a quantised layer has no such `keys`
         if (layer.keys.shape[1], layer.values.shape[1]) != (keys, values):
             raise UnsupportedError(OTHER_HEADS)
         return layer
-    stock = type(layer) in (DynamicLayer, StaticLayer)
-    linear = frozen if frozen is not None and frozen.linear and stock and not torch.is_grad_enabled() else None
-    if fixed and (linear is not None or keys != values):
+    linear = None if frozen is None or not frozen.linear or torch.is_grad_enabled() else frozen
+    # A stock layer allocates equally many key and value heads, or counts its tokens by its keys.
+    if type(layer) is StaticLayer and (linear is not None or keys != values):
         return FixedLayer(layer.max_cache_len, layout, linear)
-    return layer if linear is None else GrowingLayer(layout, linear)
-
-
-def first_positions(
-    key: Tensor, value: Tensor, count: int, layout: HeadLayout, *, state: bool
-) -> tuple[Tensor, Tensor]:
-    """Return keys and values at the first `count` positions of a cache of fixed size, `[B, *, count, D]`.
-
-    Without a recurrent state, value heads return from the cache's order to the attention layer's.
-    """
-    value = value[:, :, :count]
-    order = cached_order(layout.kv_head, layout.num_frozen)
-    if not (state or order == tuple(range(len(order)))):
-        value = take_heads(value, tuple(order.index(head) for head in range(len(order))))
-    return key[:, :, :count], value
+    if type(layer) is DynamicLayer and (linear is not None or not keys):
+        return GrowingLayer(layout, linear)
+    return layer
 
 
 def cache_bytes(past_key_values: Any) -> int:
@@ -113,12 +97,14 @@ class StateLayer:
         value: `[B, V, Tq, D]`, new values of all heads, from `update` until `take_state`.
     """
 
+    order: tuple[int, ...] | None = None
+    sizes: tuple[int, int, int, int] | None = None
     ring: Tensor | None = None
     sums: Tensor | None = None
     value: Tensor | None = None
 
-    def configure(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
-        """Set `order` and `sizes`."""
+    def set_heads(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
+        """Store values in `cached_order`, without those that only exponential patterns of `frozen` read."""
         self.sizes = None if frozen is None else frozen.state_sizes()
         order = cached_order(layout.kv_head, layout.num_frozen, () if frozen is None else frozen.linear)
         self.order = None if order == tuple(range(len(layout.rows["value"]))) else order
@@ -145,25 +131,29 @@ class StateLayer:
         if self.ring is not None and self.sums is not None:
             self.ring, self.sums = function(self.ring), function(self.sums)
 
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        return super().update(key_states, self.stored_values(value_states), *args, **options)  # type: ignore[misc]
+
     def reorder_cache(self, beam_idx: Any) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[misc]
         self.map_state(lambda x: x.index_select(0, beam_idx.to(x.device)))
 
 
 class GrowingLayer(StateLayer, DynamicLayer):
-    """A layer of a `DynamicCache` with a recurrent state."""
+    """A layer of a `DynamicCache` without keys, or with a recurrent state. It counts tokens, not its keys."""
 
-    def __init__(self, layout: HeadLayout, frozen: FrozenHeads):
+    def __init__(self, layout: HeadLayout, frozen: FrozenHeads | None):
         super().__init__()
-        self.configure(layout, frozen)
-        self.chunk = frozen.state_sizes()[2]
-        # Tokens are counted here, as keys and values may have no heads.
+        self.most_cropped = inf
         self.length = self.longest = 0
+        if frozen is not None:
+            self.set_heads(layout, frozen)
+            self.most_cropped = frozen.state_sizes()[2]
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         self.length += value_states.shape[-2]
         self.longest = max(self.longest, self.length)
-        return super().update(key_states, self.stored_values(value_states), *args, **options)
+        return super().update(key_states, value_states, *args, **options)
 
     def get_seq_length(self) -> int:
         return self.length
@@ -172,10 +162,10 @@ class GrowingLayer(StateLayer, DynamicLayer):
         # In transformers 5.17 a positive number is the new length; later versions refuse it.
         length = tokens_to_remove if tokens_to_remove > 0 else self.length + tokens_to_remove
         length = max(0, min(self.length, length))
-        if 0 < length < self.longest - self.chunk:
+        if 0 < length < self.longest - self.most_cropped:
             raise UnsupportedError(
-                f"with a recurrent state at most {self.chunk} tokens can be cropped, got {self.longest - length}: "
-                "propose fewer, or use a new cache"
+                f"with a recurrent state at most {self.most_cropped} tokens can be cropped, got "
+                f"{self.longest - length}: propose fewer, or use a new cache"
             )
         super().crop(tokens_to_remove)
         self.length, self.longest = length, self.longest if length else 0
@@ -201,7 +191,7 @@ class FixedLayer(StateLayer, StaticLayer):
 
     def __init__(self, size: int, layout: HeadLayout, frozen: FrozenHeads | None):
         super().__init__(max_cache_len=size)  # pyright: ignore[reportCallIssue]
-        self.configure(layout, frozen)
+        self.set_heads(layout, frozen)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         super().lazy_initialization(key_states, value_states)
@@ -211,9 +201,6 @@ class FixedLayer(StateLayer, StaticLayer):
         for tensor in () if torch.compiler.is_compiling() else (self.values, self.ring, self.sums):
             if tensor is not None:
                 torch._dynamo.mark_static_address(tensor)
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        return super().update(key_states, self.stored_values(value_states), *args, **options)
 
     def reset(self) -> None:
         super().reset()

@@ -32,9 +32,7 @@ class Family:
     projection_class: str = LINEAR
     """The class of the projections."""
     dropout: str = "attention_dropout"
-    """The layer's attribute with the dropout rate of attention weights, or with their dropout module."""
-    dropout_setting: str = "attention_dropout"
-    """The configuration's field with that rate."""
+    """The configuration's field with the dropout rate of attention weights."""
     soft_cap: str | None = None
     """The layer's attribute with the soft cap of its logits."""
     settings: tuple[str, ...] = SETTINGS
@@ -50,11 +48,6 @@ class Family:
         """Return a layer's projection with the rows of a role."""
         return next(getattr(attention, module) for name, module in self.projections.items() if role in roles_of(name))
 
-    def dropout_rate(self, attention: Any) -> float:
-        """Return the dropout rate of a layer's attention weights."""
-        dropout = getattr(attention, self.dropout)
-        return float(getattr(dropout, "p", dropout))
-
 
 FAMILIES = (
     Family(name="Llama", attention="LlamaAttention"),
@@ -68,8 +61,7 @@ FAMILIES = (
         attention="GPT2Attention",
         projections={"query_key_value": "c_attn", "output": "c_proj"},
         projection_class=CONV1D,
-        dropout="attn_dropout",
-        dropout_setting="attn_pdrop",
+        dropout="attn_pdrop",
         settings=("scale_attn_weights", "scale_attn_by_inverse_layer_idx"),
         output_dropout="resid_dropout",
     ),

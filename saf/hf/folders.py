@@ -108,7 +108,7 @@ class TransformersFolder:
 
     def attention_dropout(self) -> dict[str, float]:
         """Return the configuration's rates of attention dropout above 0, by field."""
-        config, fields = self.config(), sorted({family.dropout_setting for family in FAMILIES})
+        config, fields = self.config(), sorted({family.dropout for family in FAMILIES})
         return {field: rate for field in fields if (rate := getattr(config, field, 0.0))}
 
     def encoder(self, data: TokenData | None = None) -> Encoder:

@@ -33,7 +33,7 @@ from saf.frozen_state import (
 )
 from saf.heads import EDITED, HeadLayout, HeadSet
 from saf.heldout import perplexity_rise
-from saf.hf.adapter import TransformersAdapter, config_entry, remove_config_entry_
+from saf.hf.adapter import TransformersAdapter, config_entry
 from saf.hf.attention import NAME, HeadState, state_of
 from saf.models.adapter import Adapter, adapter_for
 from saf.ops.frozen_heads import LAYOUT, compare_layouts
@@ -79,7 +79,7 @@ def _wrap_save(ordinary: Callable[..., Any]) -> Callable[..., Any]:
             write_section(folder, section(adapter))
         elif adapter is None and config_entry(self.config) is not None and not _saves_adapters(self):
             self.config = copy.deepcopy(self.config)  # another model with frozen heads may use it
-            remove_config_entry_(self.config)
+            del self.config.saf
         return ordinary(self, save_directory, is_main_process, *rest, **options)
 
     return save_pretrained

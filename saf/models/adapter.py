@@ -147,7 +147,7 @@ class Adapter(LanguageModel):
         """Raise UnsupportedError unless every layer of a forward pass has one attention layer of its own."""
         if (count := len(self.sites())) != self.num_layers:
             want = f"attention layers must be as many as the configuration's {self.num_layers} layers"
-            raise UnsupportedError(f"{want}, got {count}: remove draft layers, copy shared ones")
+            raise UnsupportedError(f"{want}, got {count}: remove draft and cross-attention layers, copy shared ones")
 
     def use_saf_attention(self) -> None:
         """Let all layers call `saf.ops`, also those without edited heads. The project's GPT always does."""

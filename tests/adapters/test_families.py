@@ -94,8 +94,7 @@ def test_frozen_heads_attend_by_their_patterns_and_the_others_as_before(family, 
     keys = values if live and site.layout.grouped else live
     rows = [len(weight_of(model, 0, role)) for role in ("query", "key", "value")]
     assert rows == [count * site.head_dim for count in (live, keys, values)]
-    cached = [cache.layers[0].keys.shape[1], cache.layers[0].values.shape[1]]
-    assert cached == ([keys, values] if live else [values, 0]), "without live heads values alone"
+    assert [cache.layers[0].keys.shape[1], cache.layers[0].values.shape[1]] == [keys, values]
     saf.uninstall_(model)
     assert str(model) == str(make(family)), "projections print their sizes"
     assert unchanged(model, family)
@@ -252,18 +251,10 @@ def other_projection(model):
 
 
 def dropout(model):
-    model.model.layers[0].self_attn.attention_dropout = 0.1
+    model.config.attention_dropout = 0.1
 
 
-def residual_dropout(model):
-    model.model.layers[0].self_attn.residual_dropout = 0.1  # of Starcoder2, a bare `F.dropout` behind its output
-
-
-def norm_of_all_queries(model):
-    model.model.layers[0].self_attn.q_norm = torch.nn.RMSNorm(48)  # of OLMo 2
-
-
-@pytest.mark.parametrize("change", [other_function, other_projection, dropout, residual_dropout, norm_of_all_queries])
+@pytest.mark.parametrize("change", [other_function, other_projection, dropout])
 def test_layers_that_cannot_be_frozen_are_refused_and_unchanged(change):
     model = make("llama")
     change(model)
