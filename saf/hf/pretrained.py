@@ -9,6 +9,7 @@ import copy
 import re
 from collections.abc import Callable
 from functools import cache, wraps
+from inspect import getattr_static
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -31,7 +32,7 @@ from saf.frozen_state import (
     restore_,
     write_description,
 )
-from saf.heads import EDITED, HeadLayout, HeadSet
+from saf.heads import EDITED, HeadSet
 from saf.heldout import perplexity_rise
 from saf.hf.adapter import TransformersAdapter, config_entry
 from saf.hf.attention import NAME, HeadState, state_of
@@ -51,54 +52,55 @@ _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "
 @cache
 def patch_pretrained() -> None:
     """Wrap the methods of transformers that open, save, upload and generate; further calls do nothing."""
-    base: Any = PreTrainedModel
-    base.from_pretrained = classmethod(_wrap_open(vars(base)["from_pretrained"].__func__))
-    base.save_pretrained = _wrap_save(base.save_pretrained)
-    base._upload_modified_files = _wrap_upload(base._upload_modified_files)
-    generation: Any = GenerationMixin
-    generation._prepare_cache_for_generation = _wrap_generate(generation._prepare_cache_for_generation)
+    for method in (from_pretrained, save_pretrained, _upload_modified_files):
+        wrap_method(PreTrainedModel, method)
+    wrap_method(GenerationMixin, _prepare_cache_for_generation)
+
+
+def wrap_method(owner: Any, function: Callable[..., Any]) -> None:
+    """Let `function(ordinary, self, ...)` replace the method of its name, which is its argument `ordinary`."""
+    method = getattr_static(owner, function.__name__)
+    ordinary = getattr(method, "__func__", method)  # of a classmethod
+
+    @wraps(ordinary)
+    def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+        return function(ordinary, self, *arguments, **options)
+
+    setattr(owner, function.__name__, wrapped if method is ordinary else classmethod(wrapped))
 
 
 # --- saving
 
 
-def _wrap_save(ordinary: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(ordinary)
-    def save_pretrained(
-        self: Any, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
-    ) -> Any:
-        """Save a model as transformers does, and the files about its heads."""
-        folder, adapter = Path(save_directory), _edited_adapter(self)
-        if adapter is not None and is_main_process and not folder.is_file():
-            if config_entry(self.config) is None:  # heads were frozen in a submodel with its own configuration
-                self.config.saf = config_entry(adapter.sites()[0].attention.config)
-            check_savable(adapter)
-            state, tensors = description_of(adapter, checksums=True)
-            with new_files(folder) as new:
-                write_description(new, state, tensors)
-            write_section(folder, section(adapter))
-        elif adapter is None and config_entry(self.config) is not None and not _saves_adapters(self):
-            self.config = copy.deepcopy(self.config)  # another model with frozen heads may use it
-            del self.config.saf
-        return ordinary(self, save_directory, is_main_process, *rest, **options)
-
-    return save_pretrained
+def save_pretrained(
+    ordinary: Any, model: Any, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
+) -> Any:
+    """Save a model as transformers does, and the files about its heads."""
+    folder, adapter = Path(save_directory), _edited_adapter(model)
+    if adapter is not None and is_main_process and not folder.is_file():
+        if config_entry(model.config) is None:  # heads were frozen in a submodel with its own configuration
+            model.config.saf = config_entry(adapter.sites()[0].attention.config)
+        check_savable(adapter)
+        state, tensors = description_of(adapter, checksums=True)
+        with new_files(folder) as new:
+            write_description(new, state, tensors)
+        write_section(folder, section(adapter))
+    elif adapter is None and config_entry(model.config) is not None and not _saves_adapters(model):
+        model.config = copy.deepcopy(model.config)  # another model with frozen heads may use it
+        del model.config.saf
+    return ordinary(model, save_directory, is_main_process, *rest, **options)
 
 
-def _wrap_upload(ordinary: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(ordinary)
-    def _upload_modified_files(
-        self: Any, working_dir: Any, repo_id: str, files_timestamps: dict[str, float], **options: Any
-    ) -> Any:
-        """Upload the files about heads too, with their section in the card that transformers has just written."""
-        if (adapter := _edited_adapter(self)) is not None:
-            write_section(Path(working_dir), section(adapter))
-            # Files without an old timestamp count as modified.
-            times = files_timestamps.items()
-            files_timestamps = {name: time for name, time in times if name not in (STATE_FILE, TENSORS_FILE, CARD)}
-        return ordinary(self, working_dir, repo_id, files_timestamps, **options)
-
-    return _upload_modified_files
+def _upload_modified_files(
+    ordinary: Any, model: Any, working_dir: Any, repo_id: str, files_timestamps: dict[str, float], **options: Any
+) -> Any:
+    """Upload the files about heads too, with their section in the card that transformers has just written."""
+    if (adapter := _edited_adapter(model)) is not None:
+        write_section(Path(working_dir), section(adapter))
+        # Files without an old timestamp count as modified.
+        times = files_timestamps.items()
+        files_timestamps = {name: time for name, time in times if name not in (STATE_FILE, TENSORS_FILE, CARD)}
+    return ordinary(model, working_dir, repo_id, files_timestamps, **options)
 
 
 def _saves_adapters(model: Any) -> bool:
@@ -116,31 +118,30 @@ def _edited_adapter(model: Any) -> Adapter | None:
 # --- opening
 
 
-def _wrap_open(ordinary: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(ordinary)
-    def from_pretrained(cls: Any, name: Any, *model_args: Any, config: Any = None, **options: Any) -> Any:
-        """Open a model with its frozen heads, and any other as transformers does."""
-        hub = {option: options[option] for option in _HUB if options.get(option) is not None}
-        gguf = options.get("gguf_file") is not None
-        if name is None or gguf or not _has_heads(cls, name if config is None else config, hub):
-            return ordinary(cls, name, *model_args, config=config, **options)
-        if options.get("quantization_config") is not None:
-            raise UnsupportedError("a folder with frozen heads opens in its own weights; quantise the open model")
-        if "_adapter_model_path" in (options.get("adapter_kwargs") or {}):
-            raise UnsupportedError(f"open {name} first, whose heads are frozen, then PeftModel.from_pretrained")
-        with_info = options.pop("output_loading_info", False)
-        state, tensors = read_description(_folder(name, hub))
-        resized = _resized_class(cls, state)
-        opened = ordinary(resized, name, *model_args, config=config, output_loading_info=True, **options)
-        model, info = opened
-        if any(key.endswith(f".{NAME}.{LAYOUT}") for key in info["missing_keys"]):
-            saved_as = next(iter(model.config.architectures or ()), "another class")
-            raise UnsupportedError(f"{cls.__name__} names its layers otherwise: open {name} by {saved_as}")
-        model.__class__ = cls
-        _restore_heads_(model, state, tensors)
-        return opened if with_info else model
-
-    return from_pretrained
+def from_pretrained(
+    ordinary: Any, cls: Any, pretrained_model_name_or_path: Any, *arguments: Any, config: Any = None, **options: Any
+) -> Any:
+    """Open a model with its frozen heads, and any other as transformers does."""
+    name = pretrained_model_name_or_path
+    hub = {option: options[option] for option in _HUB if options.get(option) is not None}
+    gguf = options.get("gguf_file") is not None
+    if name is None or gguf or not _has_heads(cls, name if config is None else config, hub):
+        return ordinary(cls, name, *arguments, config=config, **options)
+    if options.get("quantization_config") is not None:
+        raise UnsupportedError("a folder with frozen heads opens in its own weights; quantise the open model")
+    if "_adapter_model_path" in (options.get("adapter_kwargs") or {}):
+        raise UnsupportedError(f"open {name} first, whose heads are frozen, then PeftModel.from_pretrained")
+    with_info = options.pop("output_loading_info", False)
+    state, tensors = read_description(_folder(name, hub))
+    resized = _resized_class(cls, state)
+    opened = ordinary(resized, name, *arguments, config=config, output_loading_info=True, **options)
+    model, info = opened
+    if any(key.endswith(f".{NAME}.{LAYOUT}") for key in info["missing_keys"]):
+        saved_as = next(iter(model.config.architectures or ()), "another class")
+        raise UnsupportedError(f"{cls.__name__} names its layers otherwise: open {name} by {saved_as}")
+    model.__class__ = cls
+    _restore_heads_(model, state, tensors)
+    return opened if with_info else model
 
 
 def _has_heads(cls: Any, config: Any, hub: dict[str, Any]) -> bool:
@@ -201,21 +202,17 @@ def _restore_heads_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor
 # --- generating
 
 
-def _wrap_generate(ordinary: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(ordinary)
-    def _prepare_cache_for_generation(
-        self: Any, generation_config: Any, model_kwargs: Any, generation_mode: Any, batch_size: int, length: int
-    ) -> Any:
-        """Raise InputError where prompt and new tokens, the last one left out, have more tokens than the patterns."""
-        longest = (config_entry(self.config) or {}).get("max_length")
-        if longest is not None and length > longest:
-            raise InputError(
-                f"prompt and new tokens must be at most {longest + 1} together, as the frozen heads' patterns cover "
-                f"{longest}, got {length + 1}: lower max_new_tokens"
-            )
-        return ordinary(self, generation_config, model_kwargs, generation_mode, batch_size, length)
-
-    return _prepare_cache_for_generation
+def _prepare_cache_for_generation(
+    ordinary: Any, model: Any, generation_config: Any, model_kwargs: Any, mode: Any, batch_size: int, length: int
+) -> Any:
+    """Raise InputError where prompt and new tokens, the last one left out, have more tokens than the patterns."""
+    longest = (config_entry(model.config) or {}).get("max_length")
+    if longest is not None and length > longest:
+        raise InputError(
+            f"prompt and new tokens must be at most {longest + 1} together, as the frozen heads' patterns cover "
+            f"{longest}, got {length + 1}: lower max_new_tokens"
+        )
+    return ordinary(model, generation_config, model_kwargs, mode, batch_size, length)
 
 
 # --- the section of the model card
@@ -229,30 +226,25 @@ _MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
 
 def section(adapter: Adapter) -> str:
     """Return the model card's section about the heads, in Markdown, and drop events without remaining heads."""
-    layouts = [site.layout for site in adapter.sites()]
-    total = sum(layout.num_heads for layout in layouts)
+    entry: Any = config_entry(adapter.sites()[0].attention.config)
+    entry["events"] = _current_events(entry["events"], adapter.heads(*EDITED))
     counts = {kind: len(adapter.heads(kind)) for kind in _MARKS}
-    longest = min((site.frozen.max_length for site in adapter.sites() if site.frozen is not None), default=None)
+    total, longest = sum(counts.values()), entry["max_length"]
     limit = "" if longest is None else f" It takes inputs of up to {longest} tokens, the length it was calibrated on."
-    rows = "\n".join(f"layer {number:3d}  {_map(layout)}" for number, layout in enumerate(layouts))
     name = type(adapter.model).__name__
     opens = "AutoModelForCausalLM" if name.endswith(CAUSAL) else name
-    entry = config_entry(adapter.sites()[0].attention.config) or {"events": []}
-    entry["events"] = _current_events(entry["events"], adapter.heads(*EDITED))
+    rows = []
+    for number, site in enumerate(adapter.sites()):
+        marks = {head: mark for kind, mark in _MARKS.items() for head in getattr(site.layout, kind)}
+        rows.append(f"layer {number:3d}  {''.join(marks[head] for head in sorted(marks))}\n")
     events = "".join(f"- {_event_line(event)}\n" for event in entry["events"])
     return (
         f"## Frozen attention heads\n\nOf its {total} attention heads this model has {heads_in_words(counts)}, a share "
         f"of {(total - counts['live']) / total:.1%}.{limit} This opens the folder:\n\n"
         f"```python\n{OPENS}  # without it, transformers refuses the shapes of the weights\n"
         f"from transformers import {opens}\n\nmodel = {opens}.from_pretrained(folder)\n```\n\n"
-        f"A character a head, `.` ordinary, `F` frozen, `P` pruned:\n\n```text\n{rows}\n```\n\n{events}"
+        f"A character a head, `.` ordinary, `F` frozen, `P` pruned:\n\n```text\n{''.join(rows)}```\n\n{events}"
     )
-
-
-def _map(layout: HeadLayout) -> str:
-    """Return the map of a layer's heads, one character each."""
-    marks = {head: mark for kind, mark in _MARKS.items() for head in getattr(layout, kind)}
-    return "".join(marks[head] for head in range(layout.num_heads))
 
 
 def _current_events(events: list[dict[str, Any]], edited: HeadSet) -> list[dict[str, Any]]:
