@@ -10,9 +10,9 @@ of `Trainer` that train, load checkpoints, and push a model to a hub.
 import gc
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, wraps
+from functools import cache
 from pathlib import Path
 from shutil import copyfile
 from types import SimpleNamespace
@@ -34,9 +34,9 @@ from saf.heads import EDITED
 from saf.heldout import heldout_loss
 from saf.hf.adapter import config_entry
 from saf.hf.attention import NAME, state_of
-from saf.hf.pretrained import section, write_section
+from saf.hf.pretrained import section, wrap_method, write_section
 from saf.machine import Execution
-from saf.models.adapter import adapter_for
+from saf.models.adapter import adapter_for, unwrap
 from saf.optimizer_state import unwrap_optimizer
 from saf.records.files import read_json, to_json
 from saf.records.run import EventRecord
@@ -348,21 +348,49 @@ def patch_trainer() -> None:
     """Wrap methods of `Trainer`, so that its callback, checkpoints and pushes handle frozen heads."""
     from transformers.trainer import Trainer
 
-    for name, (before, after) in _WRAPPED.items():
-        setattr(Trainer, name, _wrapped(getattr(Trainer, name), before, after))
+    methods = (train, _load_from_checkpoint, _load_best_model, _push_from_checkpoint, create_model_card)
+    for method in methods:
+        wrap_method(Trainer, method)
 
 
-def _wrapped(ordinary: Callable[..., Any], before: Any, after: Any) -> Callable[..., Any]:
-    @wraps(ordinary)
-    def method(self: Any, *arguments: Any, **options: Any) -> Any:
-        if before is not None:
-            before(self, *arguments, **options)
-        result = ordinary(self, *arguments, **options)
-        if after is not None:
-            after(self)
-        return result
+def train(ordinary: Any, trainer: Any, *arguments: Any, **options: Any) -> Any:
+    """Train, with the Trainer known to its callback."""
+    if (callback := _callback(trainer)) is not None:
+        callback.trainer = trainer
+        if trainer.args.torch_compile:
+            torch.compiler.reset()  # code compiled before events of an earlier training would be reused
+    return ordinary(trainer, *arguments, **options)
 
-    return method
+
+def _load_from_checkpoint(ordinary: Any, trainer: Any, resume_from_checkpoint: str, model: Any = None) -> Any:
+    """Load a checkpoint's weights into a model with its heads."""
+    _load_heads_(trainer, resume_from_checkpoint, trainer.model if model is None else model)
+    return ordinary(trainer, resume_from_checkpoint, model)
+
+
+def _load_best_model(ordinary: Any, trainer: Any) -> Any:
+    """Load the best checkpoint's weights into a model with its heads."""
+    _load_heads_(trainer, trainer.state.best_model_checkpoint, trainer.model)
+    return ordinary(trainer)
+
+
+def _push_from_checkpoint(ordinary: Any, trainer: Any, checkpoint_folder: str) -> Any:
+    """Push a checkpoint, with its files about heads copied into the folder that the Trainer pushes."""
+    checkpoint, folder = Path(checkpoint_folder), Path(trainer.args.output_dir)
+    if trainer.is_world_process_zero() and (checkpoint / STATE_FILE).is_file():
+        for name in (STATE_FILE, TENSORS_FILE):
+            copyfile(checkpoint / name, folder / name)
+        write_section(folder, section(adapter_for(trainer.model)))
+    return ordinary(trainer, checkpoint_folder)
+
+
+def create_model_card(ordinary: Any, trainer: Any, *arguments: Any, **options: Any) -> None:
+    """Write the Trainer's model card, which overwrites that of `save_pretrained`, with the section about heads."""
+    ordinary(trainer, *arguments, **options)
+    model = unwrap(trainer.model)
+    edited = isinstance(model, PreTrainedModel) and config_entry(model.config) is not None
+    if edited and trainer.is_world_process_zero():
+        write_section(Path(trainer.args.output_dir), section(adapter_for(model)))
 
 
 def _callback(trainer: Any) -> FreezeCallback | None:
@@ -373,62 +401,22 @@ def _callback(trainer: Any) -> FreezeCallback | None:
     return callbacks[0] if callbacks else None
 
 
-def _set_trainer(trainer: Any, *_: Any, **__: Any) -> None:
-    """Set the callback's Trainer."""
-    if (callback := _callback(trainer)) is not None:
-        callback.trainer = trainer
-        if trainer.args.torch_compile:
-            torch.compiler.reset()  # code compiled before events of an earlier training would be reused
-
-
-def _load_heads_(trainer: Any, resume_from_checkpoint: str | None = None, model: Any = None) -> None:
-    """Restore the heads of a checkpoint, by default the best one, before the Trainer loads its weights.
+def _load_heads_(trainer: Any, folder: str, model: Any) -> None:
+    """Restore the heads of a checkpoint, before the Trainer loads its weights.
 
     Optimiser moments of the projections are dropped; a resumed Trainer loads the checkpoint's afterwards.
     """
     if _callback(trainer) is None:
         return
-    folder = Path(resume_from_checkpoint or trainer.state.best_model_checkpoint)
-    model = trainer.model if model is None else model
     adapter = adapter_for(model)
     if adapter.heads(*EDITED):
         uninstall_(model, optimizer=trainer.optimizer)
     # config.json decides: saf.json may be left from an earlier training in the same folder.
-    if saved := read_json(folder / "config.json", error=CheckpointError).get("saf"):
-        restore_(model, *read_description(folder))
+    if saved := read_json(Path(folder, "config.json"), error=CheckpointError).get("saf"):
+        restore_(model, *read_description(Path(folder)))
         (config_entry(adapter.model.config) or {}).update(saved)
     if (optimizer := unwrap_optimizer(trainer.optimizer)) is not None:
         for site in adapter.sites():
             for parameter, _ in site.projections().values():
                 optimizer.state.pop(parameter, None)
     rewrap_(trainer)
-
-
-def _copy_heads(trainer: Any, checkpoint_folder: str) -> None:
-    """Copy a checkpoint's files about heads into the folder that the Trainer pushes."""
-    checkpoint, folder = Path(checkpoint_folder), Path(trainer.args.output_dir)
-    if trainer.is_world_process_zero() and (checkpoint / STATE_FILE).is_file():
-        for name in (STATE_FILE, TENSORS_FILE):
-            copyfile(checkpoint / name, folder / name)
-        write_section(folder, section(adapter_for(trainer.model)))
-
-
-def _add_section(trainer: Any) -> None:
-    """Write the section about heads into the Trainer's model card, which has overwritten that of `save_pretrained`."""
-    model = _uncompiled(trainer.model)
-    if (
-        trainer.is_world_process_zero()
-        and isinstance(model, PreTrainedModel)
-        and config_entry(model.config) is not None
-    ):
-        write_section(Path(trainer.args.output_dir), section(adapter_for(model)))
-
-
-_WRAPPED = {
-    "train": (_set_trainer, None),
-    "_load_from_checkpoint": (_load_heads_, None),
-    "_load_best_model": (_load_heads_, None),
-    "_push_from_checkpoint": (_copy_heads, None),
-    "create_model_card": (None, _add_section),
-}
-"""Functions that run before and after methods of `Trainer`."""
