@@ -1,8 +1,7 @@
-"""Compare an ordinary and a frozen model: two finished runs, or two evaluations of the same text and questions.
+"""What freezing cost and saved: two finished runs, or two evaluations of the same text and questions, and its tables.
 
-Both are measured by perplexity, or by their accuracy: on questions, on queries of associative recall, on zero-shot
-tasks. A record of accuracy has the paired change of each task. The second half prints records, and all arms in one
-table.
+A pair is compared by perplexity or by accuracy: on questions, on queries of associative recall, on zero-shot tasks.
+`verdict` says the outcome in two lines, `pair_tables` tabulates a pair, `arms_table` any number of runs.
 """
 
 import math
@@ -24,7 +23,7 @@ from saf.records.result import result_header
 from saf.records.run import RecordedRun, heads_in_words
 from saf.records.table import Table, byte_size, change_percent, number, seconds, signed
 from saf.tasks.base import PARENT
-from saf.tasks.mqar import read_recall, unlearnt_reason
+from saf.tasks.mqar import GATE, read_recall
 from saf.tasks.multiple_choice import read_answers
 from saf.tasks.text import EVALUATION, read_evaluation
 from saf.tasks.zero_shot import ZERO_SHOT_FILES, choices_table, read_zero_shot
@@ -37,32 +36,6 @@ ORDINARY, FROZEN = ARMS = ("ORDINARY", "FROZEN")
 _PAIR = ("ordinary", "frozen")
 _MINIMUM_TIMED_UPDATES = 5
 """The median of fewer says nothing about updates whose times spread by some percent."""
-# Files may lie elsewhere: the data's fingerprint, which covers tokenizer and examples, is compared.
-_IRRELEVANT = frozenset({"data.folder", "data.tokenizer", "data.test"})
-_BUDGETS = ("update_budget", "time_budget_seconds")
-"""By these, arms of one parent do as many updates as their speeds allow: they are matched in time."""
-_QUERIES = ("vocabulary", "power", "random_fill", "test_examples")
-"""Settings of recall that decide the queries of a test, beside its tokens and pairs."""
-_EVALUATION_SETTINGS = ("partition", "length", "precision", "data_fingerprint")
-_SHAPE = ("architecture", "vocab_size", "hidden_size", "heads_by_layer", "head_dim")
-_COLUMNS = ("arm", "heads frozen", "loss, nats", "perplexity", "change, 95% interval", "median update", "peak memory")
-_COLUMNS += ("freezing took", "whole run", "whole run, warm")
-_COLOURS = {
-    "ordinary": ("ordinary", "ordinary-2"),
-    "frozen": ("frozen", "frozen-2", "frozen-3"),
-    "pruned": ("pruned", "pruned-2"),
-}
-"""CSS colours of the kinds of arms, in the order in which they are taken."""
-_TIMES = (
-    "Update times are of separate processes and carry the machine's drift; a whole run counts the part before the "
-    "checkpoint that an arm continues from, warm without loading and compilation."
-)
-_PAIRED = (
-    "Gained and lost are questions that FROZEN or ORDINARY alone answers rightly, or examples of recall with more or "
-    "fewer; p is McNemar's, exact, Holm's for all tasks. Intervals and p are of one pair, not over seeds."
-)
-_CLOCKS = ("everything", "warm")
-
 
 # --- runs
 
@@ -86,38 +59,45 @@ def compare_runs(
     or questions), InputError for one that has not ended or whose files are not those of its result.
     """
     pair = [run if isinstance(run, RecordedRun) else RecordedRun.open(run) for run in (ordinary, frozen)]
-    one, other = pair
     results, measures = [run.finished_result() for run in pair], [_measure(run) for run in pair]
     if measures[0] != measures[1]:
         raise InputError(f"both runs must be measured alike, got {' and '.join(measures)}")
-    of_text = measures[0] == "perplexity"
+    (measure, _), (one, other), options = measures, pair, {"resamples": resamples, "seed": seed}
+    of_text = measure == "perplexity"
     if of_text and other.arm == "ordinary":
         raise CompareError(f"{other.folder} froze or pruned no heads; name the ordinary arm first, the other second")
-    options = {"resamples": resamples, "seed": seed}
-    record = _header(
-        PERPLEXITY if of_text else ACCURACY,
-        {"allow_differences": allow_differences, **options},
-        [run.folder for run in pair],
-        hashes=[result["provenance"]["checkpoints"].get("final") for result in results],
-        heads=[run.head_counts for run in pair],
-        lines=differences(one, other) if of_text else _setting_differences(one, other),
-    )
+    settings, folders = {"allow_differences": allow_differences, **options}, [run.folder for run in pair]
+    lines = differences(one, other) if of_text else _setting_differences(one, other)
+    hashes = [result["provenance"]["checkpoints"].get("final") for result in results]
+    record = _header(PERPLEXITY if of_text else ACCURACY, settings, folders, hashes, lines)
+    record["heads_by_kind"] = [run.head_counts for run in pair]
     record |= {"heads": len(other.edited_heads), "num_heads": other.num_heads}
     if of_text:
         record |= {**_perplexity_change(one, other, **options), **compare_update_times(one, other)}
-        record |= {
-            f"peak_memory_{arm}": each.get("peak_memory_bytes") for arm, each in zip(_PAIR, results, strict=True)
-        }
+        peaks = (result.get("peak_memory_bytes") for result in results)
+        record |= {f"peak_memory_{arm}": peak for arm, peak in zip(_PAIR, peaks, strict=True)}
         record["update_time_caveat"] = speed_caveat(record)
-    elif measures[0] == "answers":
-        record |= paired_tasks(
-            *({"answers": ({"labels": (), **run.finished_result()}, read_answers(run))} for run in pair)
-        )
+    elif measure == "answers":
+        answered = ((result | {"labels": ()}, read_answers(run)) for result, run in zip(results, pair, strict=True))
+        record |= paired_tasks(*({"answers": task} for task in answered))
     else:
         record |= _recall_change(one, other)
+    # Recall is judged by the ordinary arm alone: the frozen one may have lost it by the freezing.
+    reasons = [unlearnt_reason(result) for result in (results if of_text else results[:1])]
+    record["not_learnt"] = "; ".join(f"{arm}: {why}" for arm, why in zip(ARMS, reasons, strict=False) if why) or None
     if out is not None:
         write_json(Path(out) / "compare.json", record)
     return record
+
+
+def unlearnt_reason(result: Mapping[str, Any]) -> str | None:
+    """Return why no run is to be compared with the one of this result; None where it learnt its task."""
+    if (unigram := result.get("unigram_entropy")) and result["report_loss"] > unigram:
+        return f"the loss {result['report_loss']:.4f} is worse than the unigram entropy, {unigram:.4f}"
+    if "recall" in result and (share := result["recall"]["development"]["accuracy"]) < GATE:
+        answered = f"{100 * share:.1f}% of the development queries are answered, below {100 * GATE:g}%"
+        return f"the task is not learnt: {answered}"
+    return None
 
 
 def _measure(run: RecordedRun) -> str:
@@ -129,66 +109,64 @@ def _header(
     kind: str,
     settings: Record,
     folders: Sequence[Path | str],
-    *,
     hashes: Sequence[str | None],
-    heads: Sequence[Mapping[str, int]],
-    lines: Sequence[str],
-    data: Mapping[str, str] | None = None,
+    lines: list[str],
+    **data: str,
 ) -> Record:
     """Return the entries of every comparison; `lines` are differences, which raise CompareError unless allowed."""
     if lines and not settings["allow_differences"]:
         listed = "\n  ".join(lines)
         raise CompareError(f"they differ in more than the freezing (--allow-differences compares anyway):\n  {listed}")
-    return {
-        **result_header(kind, settings, checkpoints=dict(zip(_PAIR, hashes, strict=True)), data=data),
-        **dict(zip(_PAIR, map(str, folders), strict=True)),
-        "heads_by_kind": list(heads),
-        "differences": list(lines),
-    }
+    header = result_header(kind, settings, checkpoints=dict(zip(_PAIR, hashes, strict=True)), data=data)
+    return {**header, **dict(zip(_PAIR, map(str, folders), strict=True)), "differences": lines}
 
 
-def _perplexity_change(ordinary: RecordedRun, frozen: RecordedRun, *, resamples: int, seed: int) -> Record:
-    records, losses = [], []
-    for run in (ordinary, frozen):
-        record, own = read_evaluation(run.folder)
+def _perplexity_change(*pair: RecordedRun, resamples: int, seed: int) -> Record:
+    (one, losses), (other, frozen_losses) = (read_evaluation(run.folder) for run in pair)
+    for run, record in zip(pair, (one, other), strict=True):
         if not math.isclose(record["loss"], expected := run.finished_result()["report_loss"], rel_tol=1e-6):
             ends = f"of the run's end, whose loss is {expected:.6f}, got one of {record['loss']:.6f}"
             raise InputError(f"{run.folder / EVALUATION} must be {ends}; take all files of the run")
-        records.append(record)
-        losses.append(own)
-    if records[0]["windows_hash"] != records[1]["windows_hash"]:
+    if one["windows_hash"] != other["windows_hash"]:
         raise CompareError("both arms must be evaluated on the same windows, got different windows")
-    return delta_of_windows(*losses, resamples=resamples, seed=seed)
+    return delta_of_windows(losses, frozen_losses, resamples=resamples, seed=seed)
 
 
 def _recall_change(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
+    """Compare the tests that both runs have; their lengths and numbers of pairs may differ, no other query may."""
+    of_queries = ("vocabulary", "power", "random_fill", "test_examples")
     left, right = ((run.config.get("data") or {}).get("mqar") or {} for run in (ordinary, frozen))
-    if lines := _difference_lines(left, right, _QUERIES):
+    if lines := _difference_lines(left, right, of_queries):
         raise CompareError(f"the runs were tested on different queries ({'; '.join(lines)}); test both on the same")
-    problem = unlearnt_reason(ordinary.finished_result()["recall"])
-    return {**paired_tests(read_recall(ordinary), read_recall(frozen)), "not_learnt": problem}
+    return paired_tests(read_recall(ordinary), read_recall(frozen))
 
 
 def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
-    """List every difference of two runs of text that is not the freezing; empty when they are comparable."""
-    pair = (ordinary, frozen)
+    """List every difference of two runs of text that is not the freezing; empty when they are comparable.
+
+    Arms of one parent with a budget of updates or seconds do as many updates as their speeds allow: they are matched
+    in time, and their numbers of updates and tokens are no difference.
+    """
+    pair, budgets = (ordinary, frozen), ("update_budget", "time_budget_seconds")
     parents = {(run.config.get("parent") or {}).get("hash") for run in pair}
-    budgets = all(any(run.config["train"].get(name) for name in _BUDGETS) for run in pair)
-    matched = len(parents) == 1 and None not in parents and budgets
+    limited = all(any(run.config["train"].get(name) for name in budgets) for run in pair)
+    matched = len(parents) == 1 and None not in parents and limited
+    evaluated = ("partition", "length", "precision", "data_fingerprint")
     one, other = (
         {"device": run.config.get("device")}
         | {key: run.finished_result().get(key) for key in ("updates", "tokens") if not matched}
-        | {f"evaluation {key}": (run.evaluation or {}).get(key) for key in _EVALUATION_SETTINGS}
+        | {f"evaluation {key}": (run.evaluation or {}).get(key) for key in evaluated}
         for run in pair
     )
-    settings = _setting_differences(*pair, without={f"train.{name}" for name in _BUDGETS if matched})
+    settings = _setting_differences(*pair, without={f"train.{name}" for name in budgets if matched})
     return [*settings, *_difference_lines(one, other, one), *_parent_difference(*pair)]
 
 
-def _setting_differences(ordinary: RecordedRun, frozen: RecordedRun, *, without: Set[str] = frozenset()) -> list[str]:
-    sections = ({name: run.config.get(name) for name in ("model", "train", "data")} for run in (ordinary, frozen))
-    left, right = map(_flat, sections)
-    return _difference_lines(left, right, sorted((left.keys() | right.keys()) - _IRRELEVANT - without))
+def _setting_differences(*pair: RecordedRun, without: Set[str] = frozenset()) -> list[str]:
+    left, right = (_flat({name: run.config.get(name) for name in ("model", "train", "data")}) for run in pair)
+    # Files may lie elsewhere: the data's fingerprint, which covers tokenizer and examples, is compared.
+    places = {"data.folder", "data.tokenizer", "data.test"}
+    return _difference_lines(left, right, sorted((left.keys() | right.keys()) - places - without))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -268,26 +246,22 @@ def speed_caveat(record: Mapping[str, Any]) -> str:
 
 
 def compare_folders(
-    ordinary: Path, frozen: Path, *, allow_differences: bool = False, resamples: int = RESAMPLES, seed: int = 0
+    ordinary: Path, frozen: Path, *, allow_differences: bool = False
 ) -> tuple[Record | None, Record | None]:
     """Compare the perplexities and the zero-shot tasks of two folders that `saf evaluate --out` wrote.
 
     Each part is None where not both folders have it; raises InputError where neither part is shared.
     """
-    shared, options = {}, {"allow_differences": allow_differences}
-    for name in (EVALUATION, ZERO_SHOT_FILES[0]):
+    records: list[Record | None] = []
+    for name, compare in ((EVALUATION, compare_evaluations), (ZERO_SHOT_FILES[0], compare_zero_shot)):
         holders = [folder for folder in (ordinary, frozen) if (folder / name).is_file()]
         if len(holders) == 1:
             warnings.warn(f"{name} is in {holders[0]} alone: it is not compared", SafWarning, stacklevel=3)
-        shared[name] = len(holders) == 2
-    if not any(shared.values()):
+        both = len(holders) == 2
+        records.append(compare(ordinary, frozen, allow_differences=allow_differences) if both else None)
+    if records == [None, None]:
         raise InputError(f"{ordinary} and {frozen} are evaluations of different things; evaluate both on the same")
-    changes = tasks = None
-    if shared[EVALUATION]:
-        changes = compare_evaluations(ordinary, frozen, **options, resamples=resamples, seed=seed)
-    if shared[ZERO_SHOT_FILES[0]]:
-        tasks = compare_zero_shot(ordinary, frozen, **options)
-    return changes, tasks
+    return records[0], records[1]
 
 
 def compare_evaluations(
@@ -323,10 +297,9 @@ def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differe
     """
     folders = (ordinary, frozen)
     (one, answers), (other, frozen_answers) = map(read_zero_shot, folders)
-    names = ["precision"]
-    if any(task["shortened"] for record in (one, other) for task in record["tasks"].values()):
-        names.append("longest")
+    shortened = any(task["shortened"] for record in (one, other) for task in record["tasks"].values())
     versions = tuple({name: task["version"] for name, task in record["tasks"].items()} for record in (one, other))
+    names = ["precision", "longest"] if shortened else ["precision"]
     _check_same({"tasks": versions, **{name: (one[name], other[name]) for name in names}}, folders)
     header = _evaluation_header(ACCURACY, {"allow_differences": allow_differences}, folders, (one, other))
     return {**header, **paired_tasks(answers, frozen_answers)}
@@ -345,7 +318,8 @@ def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str
     counts = [{kind: facts[kind] for kind in EDITED if kind in facts} for facts in (ordinary, frozen)]
     if "heads_by_layer" in frozen and not any(counts[1].values()):
         raise CompareError(f"the model of {folders[1]} has no frozen or pruned heads; name the ordinary model first")
-    lines = _difference_lines(ordinary, frozen, _SHAPE if ordinary and frozen else ())
+    shape = ("architecture", "vocab_size", "hidden_size", "heads_by_layer", "head_dim")
+    lines = _difference_lines(ordinary, frozen, shape if ordinary and frozen else ())
     checkpoints = [record["provenance"]["checkpoints"] for record in records]
     own = {value for role, value in checkpoints[0].items() if role.startswith(("model", PARENT))}
     origins = {value for role, value in checkpoints[1].items() if role.startswith(PARENT)}
@@ -353,24 +327,26 @@ def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str
         origin = checkpoints[1][PARENT][:12]
         remedy = "compare one frozen twice with the one frozen once, or pass --allow-differences"
         lines.append(f"parent: the frozen model was derived from {origin}, which is not the ordinary model; {remedy}")
+    data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else {}
     models = [each.get("model") for each in checkpoints]
-    data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else None
-    return _header(kind, settings, folders, hashes=models, heads=counts, lines=lines, data=data)
+    return {**_header(kind, settings, folders, models, lines, **data), "heads_by_kind": counts}
 
 
-# --- tables of a pair
+# --- a pair, for people
 
 
 def verdict(record: Record) -> str:
-    """Say in a line or two what freezing cost, and how speed and memory changed, for a record of any comparison."""
+    """Say in a line or two what freezing cost, and how speed and memory changed; first, why that may mean nothing."""
+    doubt = f"Not to be compared: {record['not_learnt']}.\n" if record.get("not_learnt") else ""
     if record["kind"] == PERPLEXITY:
-        cost, saving = f"perplexity {perplexity_change(record, '95% interval ')}", _saving(record)
-        return f"Cost: {cost}.\nSpeed: {saving}." if saving else f"Cost: {cost}."
+        saving = _saving(record)
+        cost = f"Cost: perplexity {perplexity_change(record, '95% interval ')}."
+        return doubt + cost + (f"\nSpeed: {saving}." if saving else "")
     name, worst = min(record["tasks"].items(), key=lambda task: task[1]["difference"])
     if len(record["tasks"]) == 1:
-        return f"Cost: accuracy {_points(worst)} points."
+        return f"{doubt}Cost: accuracy {_points(worst)} points."
     mean = f"{_mean_change(record)} on average over {len(record['tasks'])} tasks"
-    return f"Cost: accuracy {mean}, {_points(worst)} at {name}, the lowest."
+    return f"{doubt}Cost: accuracy {mean}, {_points(worst)} at {name}, the lowest."
 
 
 def perplexity_change(record: Mapping[str, Any], name: str = "") -> str:
@@ -403,9 +379,8 @@ def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: Rec
         return _accuracy_tables(record)
     if ordinary is None or frozen is None:
         windows = f"{record['windows']:,} paired windows of {record['length']:,} tokens, in {record['precision']}."
-        rows = [
-            ["perplexity", f"{record['ppl_ordinary']:.4f}", f"{record['ppl_frozen']:.4f}", perplexity_change(record)]
-        ]
+        values = [f"{record[f'ppl_{arm}']:.4f}" for arm in _PAIR]
+        rows = [["perplexity", *values, perplexity_change(record)]]
         return [Table.of("", ("", *ARMS, "change"), rows, [*_notes(record), windows])]
     table = arms_table((ordinary, frozen), ARMS, [ArmComparison(FROZEN, ordinary, frozen, dict(record))])
     rows = zip(table.columns[1:], *(row[1:] for row in table.rows), strict=True)
@@ -421,12 +396,16 @@ def _accuracy_tables(record: Record) -> list[Table]:
         gained = f"{task['gained']:,} / {task['lost']:,}"
         rows.append([name, task["questions"], *shares, _points(task), gained, *p_values])
     columns = ("", "questions", f"{ORDINARY}, %", f"{FROZEN}, %", "change, points (95%)", "gained / lost", "p", "Holm")
-    notes = [*_notes(record), f"Mean change {_mean_change(record)}.", _PAIRED]
-    table = Table.of("Accuracy", columns, rows, notes).used()
-    if not all("taken" in task for task in tasks.values()):
-        return [table]
-    taken = {arm: {name: task["taken"][at] for name, task in tasks.items()} for at, arm in enumerate(ARMS)}
-    return [table, choices_table(tasks, taken)]
+    paired = (
+        "Gained and lost are questions that FROZEN or ORDINARY alone answers rightly, or examples of recall with more "
+        "or fewer; p is McNemar's, exact, Holm's for all tasks. Intervals and p are of one pair, not over seeds."
+    )
+    notes = [*_notes(record), f"Mean change {_mean_change(record)}.", paired]
+    tables = [Table.of("Accuracy", columns, rows, notes).used()]
+    if all("taken" in task for task in tasks.values()):
+        taken = {arm: {name: task["taken"][at] for name, task in tasks.items()} for at, arm in enumerate(ARMS)}
+        tables.append(choices_table(tasks, taken))
+    return tables
 
 
 def _notes(record: Record) -> list[str]:
@@ -437,10 +416,23 @@ def _notes(record: Record) -> list[str]:
     lines += [f"Differs in more than the freezing: {line}." for line in record["differences"]]
     if any(record["heads_by_kind"][0].values()):
         lines.append("Heads that the first model has frozen or pruned already are not in the change.")
-    return lines + [problem for problem in [record.get("not_learnt")] if problem]
+    return lines
 
 
 # --- all arms in one table
+
+_COLUMNS = ("arm", "heads frozen", "loss, nats", "perplexity", "change, 95% interval", "median update", "peak memory")
+_COLUMNS += ("freezing took", "whole run", "whole run, warm")
+_TIMES = (
+    "Update times are of separate processes and carry the machine's drift; a whole run counts the part before the "
+    "checkpoint that an arm continues from, warm without loading and compilation."
+)
+_COLOURS = {
+    "ordinary": ("ordinary", "ordinary-2"),
+    "frozen": ("frozen", "frozen-2", "frozen-3"),
+    "pruned": ("pruned", "pruned-2"),
+}
+"""CSS colours of the kinds of arms, in the order in which they are taken."""
 
 
 @dataclass(frozen=True)
@@ -450,11 +442,11 @@ class ArmComparison:
     name: str
     ordinary: RecordedRun
     frozen: RecordedRun
-    record: dict[str, Any] | None
+    record: Record | None
     reason: str | None = None
 
     @property
-    def perplexity(self) -> dict[str, Any] | None:
+    def perplexity(self) -> Record | None:
         """The record, where it compares perplexities."""
         return self.record if self.record and self.record["kind"] == PERPLEXITY else None
 
@@ -498,7 +490,8 @@ def arm_colours(runs: Sequence[RecordedRun]) -> list[str]:
 def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison]) -> Table:
     """Tabulate one row a run: loss, perplexity and its change, update time, memory, and what freezing took.
 
-    A ratio behind an update time is ordinary / frozen: above 1 the frozen arm is faster.
+    A ratio behind an update time is ordinary / frozen: above 1 the frozen arm is faster. Where it is unclear, whole
+    runs have no change either.
     """
     by_name = {comparison.name: comparison for comparison in comparisons}
     rows = [[name, *_arm_cells(run, by_name.get(name))] for run, name in zip(runs, names, strict=True)]
@@ -517,14 +510,14 @@ def _arm_cells(run: RecordedRun, comparison: ArmComparison | None) -> Iterator[s
     yield perplexity_change(record) if record else None
     median = record["update_seconds_frozen"] if record else (result.get("update_seconds") or {}).get("median")
     ratio = record["update_time_ratio"] if record else None
-    fast = "unclear" if record and speed_caveat(record) else f"{ratio or 0:.3f}×"
-    yield seconds(median) + (f" ({fast})" if ratio else "")
+    unclear = bool(record and speed_caveat(record))
+    yield seconds(median) + (f" ({'unclear' if unclear else f'{ratio:.3f}×'})" if ratio else "")
     yield byte_size(peak) + _change(record["peak_memory_ordinary"], peak) if record else byte_size(peak)
     parts = (result.get("intervention") or {}).get("seconds")
     yield seconds(sum(parts.values()) if parts else None)
-    for clock in _CLOCKS:
+    for clock in ("everything", "warm"):
         own = run.seconds(clock)
-        yield seconds(own) + (_change(comparison.ordinary.seconds(clock), own) if comparison else "")
+        yield seconds(own) + (_change(comparison.ordinary.seconds(clock), own) if comparison and not unclear else "")
 
 
 def _change(before: float | None, after: float | None) -> str:
@@ -535,6 +528,8 @@ def _change(before: float | None, after: float | None) -> str:
 def _comparison_notes(comparison: ArmComparison) -> Iterator[str]:
     if comparison.reason is not None:
         yield f"could not be compared: {comparison.reason}"
+    if (record := comparison.record) and record.get("not_learnt"):
+        yield f"not to be compared: {record['not_learnt']}."
     if record := comparison.perplexity:
         yield from (f"differs in more than the freezing: {line}" for line in record["differences"])
         block = f" of blocks of {record['block']} neighbours" if record.get("block", 1) > 1 else ""

@@ -98,13 +98,6 @@ def test_updates_after_the_event_are_timed_without_compilation_and_few_give_no_r
     assert set(times.values()) == {None}, "no update is common"
 
 
-@pytest.mark.parametrize(("spread", "caveat"), [([0.5, 0.9], ""), ([0.5, 1.5], "overlap")])
-def test_a_ratio_whose_spreads_overlap_is_not_clear(spread, caveat):
-    record = {"update_time_ratio": 1.35, "update_seconds_spread_ordinary": [1.0, 2.0], "heads": 6, "num_heads": 12}
-    assert speed_caveat({**record, "update_seconds_spread_frozen": spread}).endswith(caveat)
-    assert bool(speed_caveat({**record, "update_seconds_spread_frozen": spread})) == bool(caveat)
-
-
 @pytest.mark.parametrize(("heads", "busy"), [(3, True), (4, False)])
 def test_more_than_free_heads_would_save_is_a_busy_machine(tmp_path, heads, busy):
     """Of 12 heads 3 make an update at most 4/3 times as fast, 4 make it 3/2."""
@@ -114,7 +107,22 @@ def test_more_than_free_heads_would_save_is_a_busy_machine(tmp_path, heads, busy
     record = comparisons[0].record
     assert ("update times unclear" in verdict(record)) == ("busy" in record["update_time_caveat"]) == busy
     table = arms_table(runs, names, comparisons)
-    assert table.rows[1][table.columns.index("median update")].endswith("(unclear)") == busy
+    update, whole = (table.rows[1][table.columns.index(name)] for name in ("median update", "whole run"))
+    assert (update.endswith("(unclear)"), "%" in whole) == (busy, not busy)
+    if not busy:
+        ordinary, frozen = (record[f"update_seconds_spread_{arm}"] for arm in ("ordinary", "frozen"))
+        assert speed_caveat({**record, "update_seconds_spread_frozen": [frozen[0], ordinary[1]]}).endswith("overlap")
+
+
+def test_a_run_worse_than_the_unigram_entropy_is_named_before_the_verdict_and_with_the_arms(tmp_path):
+    runs = write_pair(tmp_path)
+    assert verdict(compare_runs(*runs)).startswith("Cost:")
+    edit(runs[1] / "result.json", unigram_entropy=1.0)
+    record = compare_runs(*runs)
+    assert verdict(record).startswith("Not to be compared: FROZEN: the loss")
+    opened = [RecordedRun.open(run) for run in runs]
+    notes = " ".join(pair_tables(record, *opened)[0].notes)
+    assert "worse than the unigram entropy, 1.0000" in notes
 
 
 def test_a_pair_and_all_arms_show_the_same_numbers(tmp_path):

@@ -11,7 +11,7 @@ import tyro
 from saf.checkpoint import Checkpoint, find_checkpoint, is_same_checkpoint
 from saf.cli.output import show
 from saf.cli.parsing import parse
-from saf.compare import arms_table
+from saf.compare import arms_table, unlearnt_reason
 from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
 from saf.freeze_config import BUDGETS, FreezeConfig
@@ -19,7 +19,7 @@ from saf.records.run import RecordedRun
 from saf.records.table import Table, signed
 from saf.schedules import OneTime, Schedule
 from saf.tasks import FinetuneSettings, TextTask
-from saf.tasks.mqar import recall_tables, unlearnt_reason
+from saf.tasks.mqar import recall_tables
 from saf.train import EXIT_STOPPED, TrainConfig, continue_from, open_checkpoint, pretrain
 from saf.train.config import recorded_config
 
@@ -193,10 +193,7 @@ def result_table(run: RecordedRun) -> Table:
     if (accuracy := result.get("accuracy")) is not None:
         questions = f"{result['questions']:,} {result['judged_by']} questions"
         facts["accuracy"] = f"{100 * accuracy:.2f} ± {100 * result['standard_error']:.2f}% of {questions}"
-    if (unigram := result.get("unigram_entropy")) and result["report_loss"] > unigram:
-        facts["loss, nats"] += f", worse than the unigram entropy, {unigram:.4f}"
-    if recall := result.get("recall"):
-        facts["not to be compared"] = unlearnt_reason(recall)
+    facts["not to be compared"] = unlearnt_reason(result)
     if event := result["intervention"]:
         more = f", the first of {event['events']} events" if event["events"] > 1 else ""
         facts["heads changed"] = f"after update {event['update']:,}{more}"

@@ -274,13 +274,6 @@ def read_recall(run: RecordedRun) -> list[dict[str, Any]]:
     return tests
 
 
-def unlearnt_reason(recall: Mapping[str, Any]) -> str | None:
-    """Return why no run is to be compared with one of this `recall` in its result; None where it learnt the task."""
-    if (share := recall["development"]["accuracy"]) >= GATE:
-        return None
-    return f"the task is not learnt: {100 * share:.1f}% of the development queries are answered, below {100 * GATE:g}%"
-
-
 def recall_tables(result: Mapping[str, Any]) -> list[Table]:
     """Tabulate a run of recall: its tests at the end, and by updates where it was measured in between."""
     if "recall" not in result:

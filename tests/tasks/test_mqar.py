@@ -8,12 +8,13 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from saf.compare import unlearnt_reason
 from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.machine import Execution
 from saf.models import GPT, preset
 from saf.records.files import read_json
 from saf.tasks import TASKS, MQARSettings, MQARTask
-from saf.tasks.mqar import Stream, answer_queries, unlearnt_reason
+from saf.tasks.mqar import Stream, answer_queries
 from saf.train import TrainConfig
 
 CPU = torch.device("cpu")
@@ -144,7 +145,7 @@ def test_calibration_fills_the_context_and_never_sees_training_or_tests(task, se
 def test_the_report_has_every_test_and_the_gate(task, model, tmp_path):
     execution = Execution.of("cpu")
     report = task.report(model, execution, folder=tmp_path, checkpoints={})
-    assert "the task is not learnt" in unlearnt_reason(report["recall"])
+    assert "the task is not learnt" in unlearnt_reason(report)
     tests = [(one["length"], one["pairs"], one["queries"]) for one in report["recall"]["tests"]]
     assert tests == [(24, 4, 24), (32, 3, 18)]
     written = read_json(tmp_path / "recall.json")
