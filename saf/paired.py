@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from statistics import fmean, variance
 from typing import Any
 
 import torch
@@ -25,9 +24,9 @@ _DRAWS_AT_ONCE = 4_194_304  # held in memory together
 def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, Any]:
     """Compute delta-PPL% with its 95% interval from mean losses of the same windows, `[windows]` float64 nats.
 
-    Each of `resamples` draws takes windows with replacement, the same for both models, so that the hardness of a window
-    cancels. Neighbours that go together are drawn in blocks (`block_length`). The interval says nothing about training
-    seeds. Raises CompareError for different windows.
+    Each draw takes windows with replacement, the same for both models, so that the hardness of a window cancels.
+    Neighbours that go together are drawn in blocks (`block_length`). The interval says nothing about training seeds.
+    Raises CompareError for different windows.
     """
     if ordinary.shape != frozen.shape:
         raise CompareError(f"the arms have {ordinary.numel()} and {frozen.numel()} windows; evaluate both on the same")
@@ -92,14 +91,6 @@ def bootstrap_means(values: Tensor, *, block: int = 1, resamples: int = RESAMPLE
     return torch.cat(means, -1)
 
 
-def mean_and_standard_error(values: list[float]) -> dict[str, Any]:
-    """Average paired differences over seeds, with the standard error sd / sqrt(n); None for one seed."""
-    if not values:
-        raise InputError("a mean over seeds must have at least one value, got none")
-    error = math.sqrt(variance(values) / len(values)) if len(values) > 1 else None
-    return {"mean": fmean(values), "standard_error": error, "seeds": len(values)}
-
-
 # --- accuracy, over questions or examples
 
 Tasks = Mapping[str, tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
@@ -108,16 +99,16 @@ Tasks = Mapping[str, tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
 
 def paired_tasks(ordinary: Tasks, frozen: Tasks) -> dict[str, Any]:
     """Compute the paired change of each task, with p-values corrected over tasks (`p_holm`), and the mean change."""
-    tasks = {}
+    tasks: dict[str, Any] = {}
     for name, (one, answers) in ordinary.items():
         other, others = frozen[name]
-        shared = {key: one[key] for key in ("questions", "labels", "answers")}
-        both = {key: [one[key], other[key]] for key in ("accuracy", "taken")}
-        tasks[name] = {**shared, **both, **paired_answers(answers, others)}
+        tasks[name] = {key: one[key] for key in ("questions", "labels", "answers")}
+        tasks[name] |= {key: [one[key], other[key]] for key in ("accuracy", "taken")}
+        tasks[name] |= paired_answers(answers, others)
     corrected = holm([task["p_value"] for task in tasks.values()])
     for task, value in zip(tasks.values(), corrected, strict=True):
         task["p_holm"] = value
-    return {"tasks": tasks, "mean_difference": math.fsum(task["difference"] for task in tasks.values()) / len(tasks)}
+    return _with_mean(tasks)
 
 
 def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -126,11 +117,15 @@ def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping
     tasks = {}
     for length, pairs in [key for key in first if key in second]:
         one, other = first[length, pairs], second[length, pairs]
+        facts = {"questions": one["queries"], "accuracy": [one["accuracy"], other["accuracy"]]}
         change = paired_hits(one["hits"], other["hits"], pairs)  # an example has a query for each pair
-        shared = {"questions": one["queries"], "accuracy": [one["accuracy"], other["accuracy"]]}
-        tasks[f"{length:,} tokens, {pairs} pairs"] = {**shared, **change}
+        tasks[f"{length:,} tokens, {pairs} pairs"] = facts | change
     if not tasks:
         raise CompareError(f"the runs share no test of recall: one has {sorted(first)}, the other {sorted(second)}")
+    return _with_mean(tasks)
+
+
+def _with_mean(tasks: dict[str, Any]) -> dict[str, Any]:
     return {"tasks": tasks, "mean_difference": math.fsum(task["difference"] for task in tasks.values()) / len(tasks)}
 
 
@@ -185,7 +180,7 @@ def mcnemar(gained: int, lost: int) -> float:
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Correct p-values for the number of tests by Holm's step-down method, in the order given.
+    """Correct p-values for the number of tests by Holm's step-down method; the order stays.
 
     >>> [round(value, 3) for value in holm([0.01, 0.04, 0.03])]
     [0.03, 0.06, 0.06]

@@ -13,7 +13,6 @@ from saf.paired import (
     delta_of_windows,
     holm,
     mcnemar,
-    mean_and_standard_error,
     paired_answers,
     paired_hits,
 )
@@ -83,14 +82,6 @@ def test_a_seed_gives_the_same_interval():
     ordinary, frozen = arms(windows=50)
     results = [delta_of_windows(ordinary, frozen, resamples=200, seed=seed)["ci95"] for seed in (3, 3, 4)]
     assert results[0] == results[1] != results[2]
-
-
-def test_mean_and_standard_error_over_seeds():
-    summary = mean_and_standard_error([1.0, 2.0, 4.0])
-    assert summary == {"mean": pytest.approx(7 / 3), "standard_error": pytest.approx(math.sqrt(7 / 3 / 3)), "seeds": 3}
-    assert mean_and_standard_error([2.0])["standard_error"] is None
-    with pytest.raises(InputError, match="at least one"):
-        mean_and_standard_error([])
 
 
 def test_what_cannot_be_compared_is_refused():

@@ -96,19 +96,16 @@ class MQARSettings:
         return tuple(zip(self.test_lengths, self.test_pairs, strict=False))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values for JSON."""
+        """Return plain values for JSON."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MQARSettings":
         """Build from `to_dict`'s form; raise TypeError for unknown names."""
-        own: dict[str, Any] = {
-            name: tuple(value) if isinstance(value, list) else value for name, value in values.items()
-        }
-        return cls(**own)
+        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
 
     def within(self, context: int) -> "MQARSettings":
-        """The same with those tests alone whose sequences a model of so many tokens takes."""
+        """Return the settings with only the tests whose sequences have at most `context` tokens."""
         tests = [test for test in self.tests if test[0] <= context]
         lengths, pairs = (tuple(test[part] for test in tests) for part in (0, 1))
         return replace(self, test_lengths=lengths, test_pairs=pairs)
@@ -153,7 +150,7 @@ class MQARTask(Task):
 
     The run's `length` is the model's context. Training and development have the settings' own length; calibration fills
     the context, so that patterns cover every test. Training reads the stream of the run's seed; all else is the same
-    for every seed. Data folders and samplers play no part.
+    for every seed.
     """
 
     name = "mqar"
@@ -190,19 +187,18 @@ class MQARTask(Task):
         return list(inputs.split(self.settings.batch_size))
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        """Loss at the queries of development sequences, nats per query: of `eval_windows` of them, or of batches."""
-        return self._develop(model, execution, self.controller_count(batches))["loss"]
+        """Return the loss at the queries of the first development sequences, nats per query."""
+        count = min(self.controller_count(batches), self.mqar.development)
+        return self._answers(model, execution, Stream.DEVELOPMENT, count)["loss"]
 
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
     ) -> dict[str, Any]:
         """Return loss and accuracy by test, and write recall.json with the hits of every example."""
-        development, tests = self._develop(model, execution, self.mqar.development), []
-        for length, pairs in self.mqar.tests:
-            examples = self._fixed(Stream.TEST, self.mqar.test_examples, length, pairs)
-            answers = answer_queries(model, *examples, batch_size=TEST_BATCH, precision=execution.precision)
-            tests.append({"length": length, "pairs": pairs, **answers})
-        development = {"length": self.length, "pairs": self.mqar.pairs, **development}
+        development = self._answers(model, execution, Stream.DEVELOPMENT, self.mqar.development)
+        tests = [
+            self._answers(model, execution, Stream.TEST, self.mqar.test_examples, *test) for test in self.mqar.tests
+        ]
         device = device_name(execution.device)
         head = result_header("recall", self.mqar.to_dict(), device=device, checkpoints=checkpoints)
         on_rank0(lambda: write_json(folder / RECALL, {**head, "development": development, "tests": tests}))
@@ -215,15 +211,19 @@ class MQARTask(Task):
     def _fixed(
         self, stream: Stream, count: int, length: int | None = None, pairs: int | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Examples that are the same for every seed of training; they fill the context by default."""
+        """Return examples that are the same for every seed of training; they fill the context by default."""
         length, pairs = length or self.context // 2 * 2, pairs or self.mqar.pairs
         return self.mqar.examples(stream, range(count), seed=TEST_SEED + length + pairs, length=length, pairs=pairs)
 
-    def _develop(self, model: GPT, execution: Execution, count: int) -> dict[str, Any]:
-        """How the model answers the first development sequences."""
-        examples = self._fixed(Stream.DEVELOPMENT, min(count, self.mqar.development), self.length)
-        size, precision = self.settings.batch_size, execution.precision
-        return answer_queries(model, *examples, batch_size=size, precision=precision)
+    def _answers(
+        self, model: GPT, execution: Execution, stream: Stream, count: int, length: int = 0, pairs: int = 0
+    ) -> dict[str, Any]:
+        """Answer `count` fixed examples, by default of training's length and pairs."""
+        length, pairs = length or self.length, pairs or self.mqar.pairs
+        size = TEST_BATCH if stream is Stream.TEST else self.settings.batch_size
+        examples = self._fixed(stream, count, length, pairs)
+        answers = answer_queries(model, *examples, batch_size=size, precision=execution.precision)
+        return {"length": length, "pairs": pairs, **answers}
 
 
 # --- answers

@@ -1,4 +1,4 @@
-"""Finetuning on questions with choices: the settings, the task that trains on answers, and files of examples.
+"""Finetuning on questions with choices: settings, the task of a run, files of examples, and examples as tokens.
 
 The loss is that of the answer's tokens, the measure is accuracy. Where the paper leaves it open: a stratified share of
 the training file is development, which no arm trains on; the rest is shuffled anew in each epoch by (seed, epoch), so
@@ -94,9 +94,9 @@ class FinetuneTask(Task):
         limit = min(own.max_tokens - 1, length)
         train = self._read("train", settings.data, limit, most=own.most_examples)
         self.test = self._read("test", own.test, limit)
-        chosen = set(stratified([each.example.answer for each in train], own.development, seed=own.split_seed))
-        self.development = [each for at, each in enumerate(train) if at in chosen]
-        self.examples = [each for at, each in enumerate(train) if at not in chosen]
+        drawn = set(stratified([each.example.answer for each in train], own.development, seed=own.split_seed))
+        self.development = [each for at, each in enumerate(train) if at in drawn]
+        self.examples = [each for at, each in enumerate(train) if at not in drawn]
         if not self.development or not self.examples:
             few = f"{settings.data} has {len(train)} examples: too few for a development share of {own.development:g}"
             raise DataError(f"{few}; use more examples or another share (development)")
@@ -182,13 +182,13 @@ class FinetuneTask(Task):
         if (reached := len(rows[reach][0]) - 1) < self.length:
             reason = f"the longest example, got {reached:,} in all training examples"
             raise DataError(f"patterns must reach {self.length:,} tokens, {reason}; use more of them")
-        return [self._calibration_batch(rows[first : first + size]) for first in range(0, count, size)]
-
-    def _calibration_batch(self, rows: "Sequence[Row]") -> dict[str, Tensor]:
-        inputs, targets = pad(rows, padding=self.tokenizer.eot_id)
-        lengths = torch.tensor([len(tokens) - 1 for tokens, _, _ in rows])[:, None]
-        mask = torch.arange(inputs.shape[1]) < lengths
-        return {"input_ids": inputs, "attention_mask": mask.long(), "targets": targets}
+        batches = []
+        for part in (rows[first : first + size] for first in range(0, count, size)):
+            inputs, targets = pad(part, padding=self.tokenizer.eot_id)
+            lengths = torch.tensor([len(tokens) - 1 for tokens, _, _ in part])[:, None]
+            mask = (torch.arange(inputs.shape[1]) < lengths).long()
+            batches.append({"input_ids": inputs, "attention_mask": mask, "targets": targets})
+        return batches
 
     def heldout(self) -> list[Tensor]:
         """Development examples laid end to end and cut into sequences of `length`; raise DataError for too few tokens.

@@ -51,7 +51,7 @@ def use(folder):
 
 @pytest.mark.parametrize("name", ["train.bin", "tokenizer.json", "index.json"])
 @pytest.mark.parametrize("damage", ["a bit", "all"])
-def test_a_changed_file_is_named_where_it_is_read_or_all_are_verified(folder, name, damage):
+def test_a_changed_or_missing_file_is_named_where_it_is_read_or_all_are_verified(folder, name, damage):
     data = (folder / name).read_bytes()
     (folder / name).unlink()
     if damage == "a bit":

@@ -1,13 +1,10 @@
 """Text becomes four partitions that share no document, ordered by content and seed, or nothing at all."""
 
-import contextlib
 import fcntl
 import hashlib
 import os
-import signal
 import threading
 from itertools import chain
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,7 +12,6 @@ import pytest
 from saf.data import PARTITIONS, TokenData, prepare
 from saf.errors import DataError, InputError, SafWarning
 from tests.data.conftest import jsonl, partition_documents
-from tests.train.helpers import begin
 
 
 def heldout_documents(data: TokenData) -> list[str]:
@@ -24,16 +20,15 @@ def heldout_documents(data: TokenData) -> list[str]:
 
 def test_every_document_lands_in_exactly_one_partition(prepared, texts):
     data = TokenData.open(prepared, verify=True)
-    found = {name: partition_documents(data, name) for name in PARTITIONS}
-    assert sorted(chain(*found.values())) == sorted(texts)
-    assert found["train"] != [text for text in texts if text in set(found["train"])], "documents are shuffled"
+    parts = {name: partition_documents(data, name) for name in PARTITIONS}
+    assert sorted(chain(*parts.values())) == sorted(texts)
+    assert parts["train"] != [text for text in texts if text in set(parts["train"])], "documents are shuffled"
     counts = np.array([data.num_tokens(name) for name in PARTITIONS])
     assert counts[1:].sum() / counts.sum() == pytest.approx(0.3, abs=0.03)
     assert counts[1:].max() <= 1.1 * counts[1:].min()
     for name in PARTITIONS:
-        info = data.index["partitions"][name]
-        assert info["documents"] == len(found[name])
-        assert info["bytes"] == sum(len(text.encode()) for text in found[name])
+        facts = data.index["partitions"][name]
+        assert (facts["documents"], facts["bytes"]) == (len(parts[name]), len("".join(parts[name]).encode()))
 
 
 @pytest.mark.parametrize(
@@ -58,11 +53,8 @@ def test_partitions_and_their_order_never_change_between_versions(source, tmp_pa
     """Runs resume by a position in the data, so partitions and order are part of the format; tokens are bytes here."""
     data = prepare(source, tmp_path / "data", **{"vocab_size": 257, "heldout_fraction": 0.3, **settings})
     for name, expected in zip(PARTITIONS, sums, strict=True):
-        if expected is None:
-            assert data.num_tokens(name) == 0
-        else:
-            tokens = np.asarray(data.tokens(name)).astype("<u2")
-            assert hashlib.sha256(tokens.tobytes()).hexdigest()[:16] == expected
+        tokens = data.tokens(name).astype("<u2").tobytes() if data.num_tokens(name) else b""
+        assert (hashlib.sha256(tokens).hexdigest()[:16] if tokens else None) == expected
 
 
 def test_of_few_documents_the_fraction_is_held_out_but_for_long_ones(tmp_path):
@@ -95,7 +87,7 @@ def test_the_tokenizer_learns_from_a_share_of_the_text_and_nothing_that_is_held_
     assert learned(partition_documents(data, "train")) > (30 if tokenizer_bytes == 2**24 else 10)
 
 
-def test_given_heldout_text_is_divided_and_repeats_are_dropped(texts, tmp_path):
+def test_heldout_sources_are_divided_and_repeats_are_dropped(texts, tmp_path):
     heldout = jsonl(tmp_path / "heldout.jsonl", texts[:40])
     train = jsonl(tmp_path / "train.jsonl", [*texts[30:], *texts[50:60], "  "])
     data = prepare(train, tmp_path / "data", heldout=heldout, vocab_size=300)
@@ -162,7 +154,7 @@ def test_bad_text_in_the_middle_leaves_nothing(source, settings, tmp_path):
         assert list(tmp_path.iterdir()) == [bad]
 
 
-def test_a_finished_folder_is_replaced_only_where_asked_for(source, settings, tmp_path):
+def test_a_finished_folder_is_replaced_only_by_overwrite_and_other_files_never(source, settings, tmp_path):
     out = tmp_path / "data"
     first = prepare(source, out, **settings)
     with pytest.raises(DataError, match="a finished data folder is there"):
@@ -170,42 +162,28 @@ def test_a_finished_folder_is_replaced_only_where_asked_for(source, settings, tm
     assert TokenData.open(out, verify=True).fingerprint == first.fingerprint
     second = prepare(source, out, **settings, seed=1, overwrite=True)
     assert TokenData.open(out, verify=True).fingerprint == second.fingerprint != first.fingerprint
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
     (out / "notes").mkdir()
     with pytest.raises(DataError, match=r"also holds notes, which its index.json does not name"):
         prepare(source, out, **settings, overwrite=True)
+    for name in ("thesis.tex", "index.json"):
+        other = tmp_path / name.partition(".")[0]
+        other.mkdir()
+        (other / name).write_text("{}")
+        with pytest.raises(DataError, match="something that is not a data folder is there"):
+            prepare(source, other, **settings, overwrite=True)
+        assert (other / name).read_text() == "{}"
     assert TokenData.open(out).fingerprint == second.fingerprint
-
-
-def replace_until_the_second_rename(source, out, settings):
-    """Replace a data folder, and die when the old one has lost its name; for a process of its own."""
-    rename = Path.rename
-    Path.rename = lambda own, to: os.kill(os.getpid(), signal.SIGKILL) if to == out else rename(own, to)
-    prepare(source, out, **settings, overwrite=True)
 
 
 def test_a_folder_that_a_killed_process_was_replacing_is_there_at_its_next_use(source, settings, tmp_path):
     out = tmp_path / "data"
     first = prepare(source, out, **settings)
-    for use in (lambda: TokenData.open(out), lambda: prepare(source, out, **settings)):
-        process = begin(replace_until_the_second_rename, source, out, {**settings, "seed": 1})
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-        assert not out.exists()
-        with contextlib.suppress(DataError):  # a finished data folder is there
-            use()
-        assert TokenData.open(out, verify=True).fingerprint == first.fingerprint
-    prepare(source, out, **settings, seed=1, overwrite=True)
+    out.rename(tmp_path / ".replaced-data")  # between the two renames of `new_folder`
+    assert TokenData.open(out, verify=True).fingerprint == first.fingerprint
+    out.rename(tmp_path / ".replaced-data")
+    with pytest.raises(DataError, match="a finished data folder is there"):
+        prepare(source, out, **settings)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-@pytest.mark.parametrize(("name", "content"), [("thesis.tex", "years of work"), ("index.json", "{}")])
-def test_other_files_are_never_replaced(source, settings, tmp_path, name, content):
-    (tmp_path / name).write_text(content)
-    for overwrite in (False, True):
-        with pytest.raises(DataError, match="something that is not a data folder is there"):
-            prepare(source, tmp_path, **settings, overwrite=overwrite)
-    assert (tmp_path / name).read_text() == content
 
 
 def test_one_process_at_a_time_and_a_killed_one_is_cleared(source, settings, tmp_path):
