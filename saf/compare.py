@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import torch
@@ -336,17 +337,19 @@ def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str
 
 
 def verdict(record: Record) -> str:
-    """Say in a line or two what freezing cost, and how speed and memory changed; first, why that may mean nothing."""
-    doubt = f"Not to be compared: {record['not_learnt']}.\n" if record.get("not_learnt") else ""
+    """Say in two lines what freezing cost, and how speed and memory changed; then why that may mean nothing."""
     if record["kind"] == PERPLEXITY:
-        saving = _saving(record)
-        cost = f"Cost: perplexity {perplexity_change(record, '95% interval ')}."
-        return doubt + cost + (f"\nSpeed: {saving}." if saving else "")
-    name, worst = min(record["tasks"].items(), key=lambda task: task[1]["difference"])
-    if len(record["tasks"]) == 1:
-        return f"{doubt}Cost: accuracy {_points(worst)} points."
-    mean = f"{_mean_change(record)} on average over {len(record['tasks'])} tasks"
-    return f"{doubt}Cost: accuracy {mean}, {_points(worst)} at {name}, the lowest."
+        lines = [f"Cost: perplexity {perplexity_change(record, '95% interval ')}."]
+        lines += [f"Speed: {saving}." for saving in [_saving(record)] if saving]
+    else:
+        name, worst = min(record["tasks"].items(), key=lambda task: task[1]["difference"])
+        mean = f"{_mean_change(record)} on average over {len(record['tasks'])} tasks"
+        several = len(record["tasks"]) > 1
+        change = f"{mean}, {_points(worst)} at {name}, the lowest." if several else f"{_points(worst)} points."
+        lines = [f"Cost: accuracy {change}"]
+    if record.get("not_learnt"):
+        lines += wrap(f"Not to be compared: {record['not_learnt']}.", 80)
+    return "\n".join(lines)
 
 
 def perplexity_change(record: Mapping[str, Any], name: str = "") -> str:
@@ -382,7 +385,9 @@ def pair_tables(record: Record, ordinary: RecordedRun | None = None, frozen: Rec
         values = [f"{record[f'ppl_{arm}']:.4f}" for arm in _PAIR]
         rows = [["perplexity", *values, perplexity_change(record)]]
         return [Table.of("", ("", *ARMS, "change"), rows, [*_notes(record), windows])]
-    table = arms_table((ordinary, frozen), ARMS, [ArmComparison(FROZEN, ordinary, frozen, dict(record))])
+    table = arms_table(
+        (ordinary, frozen), ARMS, [ArmComparison(FROZEN, ordinary, frozen, record | {"not_learnt": None})]
+    )
     rows = zip(table.columns[1:], *(row[1:] for row in table.rows), strict=True)
     return [Table.of("", ("", *ARMS), [*rows], [*_notes(record)[:1], *table.notes])]
 

@@ -114,15 +114,15 @@ def test_more_than_free_heads_would_save_is_a_busy_machine(tmp_path, heads, busy
         assert speed_caveat({**record, "update_seconds_spread_frozen": [frozen[0], ordinary[1]]}).endswith("overlap")
 
 
-def test_a_run_worse_than_the_unigram_entropy_is_named_before_the_verdict_and_with_the_arms(tmp_path):
-    runs = write_pair(tmp_path)
-    assert verdict(compare_runs(*runs)).startswith("Cost:")
-    edit(runs[1] / "result.json", unigram_entropy=1.0)
-    record = compare_runs(*runs)
-    assert verdict(record).startswith("Not to be compared: FROZEN: the loss")
-    opened = [RecordedRun.open(run) for run in runs]
-    notes = " ".join(pair_tables(record, *opened)[0].notes)
-    assert "worse than the unigram entropy, 1.0000" in notes
+def test_a_run_worse_than_the_unigram_entropy_is_named_with_the_verdict_and_with_the_arms(tmp_path):
+    folders = write_pair(tmp_path)
+    edit(folders[1] / "result.json", unigram_entropy=1.0)
+    runs = [RecordedRun.open(folder) for folder in folders]
+    names, comparisons = arm_names(runs), compare_all(runs, arm_names(runs))
+    cost, _, *doubt = verdict(comparisons[0].record).splitlines()
+    assert cost.startswith("Cost:")
+    assert " ".join(doubt).startswith("Not to be compared: FROZEN: the loss")
+    assert "worse than the unigram entropy, 1.0000" in " ".join(arms_table(runs, names, comparisons).notes)
 
 
 def test_a_pair_and_all_arms_show_the_same_numbers(tmp_path):

@@ -102,7 +102,8 @@ class MQARSettings:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> "MQARSettings":
         """Build from `to_dict`'s form; raise TypeError for unknown names."""
-        return cls(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+        own: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in values.items()}
+        return cls(**own)
 
     def within(self, context: int) -> "MQARSettings":
         """Return the settings with only the tests whose sequences have at most `context` tokens."""
