@@ -10,7 +10,7 @@ from torch import Tensor
 
 from saf.calibration import COLLECTIONS
 from saf.errors import InputError, check_name
-from saf.fit import split_options
+from saf.exponential_fit import split_options
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
 from saf.ops.frozen_heads import BACKENDS
 from saf.records.run import STATE_AFTER

@@ -35,7 +35,7 @@ class FittedHead:
     certificate: dict[str, Any] | None = None
     """The fit's `saf.fit.Certificate` in plain values; None without a fit."""
     exponential: dict[str, Any] | None = None
-    """With exponential storage, the numbers of `saf.fit.ExponentialFit` (`extra_kl`, `cancellation`, `poles`,
+    """With exponential storage, the numbers of an `ExponentialFit` (`extra_kl`, `cancellation`, `poles`,
     `free_keys`) and the pattern's `kind`, compact where these did not pass; None otherwise."""
 
 

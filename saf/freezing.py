@@ -29,7 +29,8 @@ from saf.calibration import (
 from saf.calibration.capture import measurable_heads
 from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import InputError, LengthWarning, LossError, SafWarning, SelectionError, UnsupportedError
-from saf.fit import ExponentialFit, fit_exponential_heads, fit_kl, fit_with_certificate, split_options
+from saf.exponential_fit import ExponentialFit, fit_exponential_heads, split_options
+from saf.fit import fit_kl, fit_with_certificate
 from saf.freeze_config import FreezeConfig, check_heads, head_order
 from saf.freeze_report import FittedHead, FreezeReport
 from saf.heads import EDITED, Head, HeadSet

@@ -3,7 +3,8 @@
 from saf import fit, ops
 from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs
 from saf.errors import SafError
-from saf.fit import fit_compact, fit_exponential, fit_kl
+from saf.exponential_fit import fit_exponential
+from saf.fit import fit_compact, fit_kl
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from saf.errors import InputError
-from saf.fit import fit_compact, fit_exponential, fit_exponential_heads, fit_kl, marginals
+from saf.exponential_fit import fit_exponential, fit_exponential_heads
+from saf.fit import fit_compact, fit_kl, marginals
 from saf.patterns import CompactPattern, ExponentialPattern
 from tests.ops.exponential_patterns import exponential_patterns
 

@@ -11,8 +11,16 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from saf.errors import InputError
-from saf.fit import FITTERS, check_targets, fit_compact, fit_kl, fit_loss, fit_with_certificate, marginals
-from saf.fit.fitters import initial_parameters
+from saf.fit import (
+    FITTERS,
+    check_targets,
+    fit_compact,
+    fit_kl,
+    fit_loss,
+    fit_with_certificate,
+    initial_parameters,
+    marginals,
+)
 from saf.patterns import CompactPattern
 
 # How far each fitter may stay above the minimum (nats per row), and its marginals from the targets (L1 per row).

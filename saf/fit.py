@@ -1,42 +1,130 @@
-"""Eq. (4), the loss of compact patterns from two marginals, and three ways to minimise it: `FITTERS`.
+"""`fit_compact` fits compact patterns, Eq. (3), to a target's marginals: it minimises Eq. (4) by one of `FITTERS`.
 
-A fitter takes targets `[N, T]` of `check_targets` and keyword options; it returns alpha, rho `[N, T]` and the number
-of its steps `[N]`. `fit_proportional` is the default, `fit_adam` the paper's, `fit_dense` the oracle of both.
+`fit_kl` measures what a fit loses. exponential_fit.py fits patterns that run in linear time.
+
+A fitter takes targets `[N, T]` of `check_targets` and keyword options; it returns alpha and rho `[N, T]` and the
+number of its steps `[N]`. `fit_proportional` is the default, `fit_adam` the paper's, `fit_dense` the oracle of both.
 """
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from saf.errors import InputError
+from saf.errors import InputError, SafWarning, check_keywords, check_name
 from saf.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
+from saf.patterns import CompactPattern
 from saf.statistics import FLOOR
 
 TOLERANCE = 1e-4
-"""Largest relative error of a marginal of a converged fit: fits then are within 1e-6 nats of the oracle's, where 0.2
-nats are accepted."""
+"""Largest relative error of a marginal of a converged fit: its KL is then within 1e-6 nats of the oracle's."""
 # Relative error of the sums of marginals: those measured in float32 or by tiles miss them by far less than this, those
 # of two different patterns by more.
 _CONSISTENCY = 1e-3
-# Newton steps on a moment with at most that error: each squares it, so three end in rounding.
-_TILTS = 3
 # An entry counts in a relative error if the probabilities in it average at least this: a hundred times the floor of
 # targets. A smaller marginal measures the floor and not the model.
 _MEANINGFUL = 1e-7
 
 
+def fit_compact(eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any) -> CompactPattern:
+    """Return the compact patterns closest to targets with these marginals, in canonical gauge, float64.
+
+    `eta_abs` (by key) and `eta_rel` (by distance) have shape `[..., T]`, positive, each summing to T. Options are the
+    fitter's: tolerance and max_sweeps of `proportional`, steps of `adam`. Raises InputError for marginals that no
+    causal pattern has and for an unknown fitter or option; warns if a fitter other than `adam` stops short.
+
+    >>> import torch
+    >>> fit_compact(torch.tensor([1.5, 0.5]), torch.tensor([1.5, 0.5])).dense()
+    tensor([[1.0000, 0.0000],
+            [0.5000, 0.5000]], dtype=torch.float64)
+    """
+    return fit_with_certificate(eta_abs, eta_rel, fitter=fitter, **options)[0]
+
+
+def fit_with_certificate(
+    eta_abs: Tensor, eta_rel: Tensor, *, fitter: str = "proportional", **options: Any
+) -> tuple[CompactPattern, "Certificate"]:
+    """Return the patterns of `fit_compact`, and the distance of each fitted marginal from its target."""
+    check_fitter(fitter, options)
+    eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
+    shape, length = eta_abs.shape, eta_abs.shape[-1]
+    alpha, rho, steps = FITTERS[fitter](eta_abs.reshape(-1, length), eta_rel.reshape(-1, length), **options)
+    pattern = CompactPattern.from_parameters(alpha.reshape(shape), rho.reshape(shape)).canonical()
+    pairs = list(zip(marginals(pattern), (eta_abs, eta_rel), strict=True))
+    relative = [((fitted / eta - 1).abs() * meaningful(eta)).amax(-1) for fitted, eta in pairs]
+    l1 = torch.stack([(fitted - eta).abs().sum(-1) for fitted, eta in pairs]).sum(0) / length
+    tolerance = options.get("tolerance", TOLERANCE)
+    certificate = Certificate(torch.maximum(*relative), l1, steps.reshape(shape[:-1]), tolerance)
+    if fitter != "adam" and not bool(certificate.converged.all()):  # the paper's has a fixed number of steps
+        warnings.warn(
+            f"{int((~certificate.converged).sum())} of {certificate.converged.numel()} patterns were not yet fitted "
+            f"within {tolerance:g} (relative error up to {certificate.max_relative.max():.2g}); where their fit KL is "
+            "not low, raise the fitter option max_sweeps (--fitter-options max_sweeps 2000)",
+            SafWarning,
+            stacklevel=3,
+        )
+    return pattern, certificate
+
+
+def check_fitter(fitter: str, options: dict[str, Any]) -> None:
+    """Raise InputError for an unknown fitter, and for options that it does not take."""
+    check_name("fitter", fitter, FITTERS)
+    check_keywords(f"fitter {fitter!r}", options, FITTERS[fitter])
+
+
+@dataclass(frozen=True, eq=False)
+class Certificate:
+    """Marginal residuals of fitted patterns, `[...]` each; at the optimum of the convex Eq. (4) all are zero."""
+
+    max_relative: Tensor
+    """Largest |fitted / target - 1| over the meaningful entries of both marginals."""
+    l1: Tensor
+    """Sum of |fitted - target| over both marginals and all entries, divided by T. If alpha and rho lie within r nats of
+    an optimum in some gauge, the loss is at most r times this above its minimum, Eq. (S.12)."""
+    sweeps: Tensor
+    """Sweeps or steps taken."""
+    tolerance: float
+    """Largest error of a converged fit."""
+
+    @property
+    def converged(self) -> Tensor:
+        """Whether the relative error and the L1 residual are within the tolerance, `[...]` bool."""
+        return torch.maximum(self.max_relative, self.l1) <= self.tolerance
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """Return plain values for JSON, one record for each of N patterns."""
+        names = ("max_relative", "l1", "sweeps", "converged")
+        columns = zip(*(getattr(self, name).tolist() for name in names), strict=True)
+        return [dict(zip(names, values, strict=True), tolerance=self.tolerance) for values in columns]
+
+
+def marginals(pattern: CompactPattern) -> tuple[Tensor, Tensor]:
+    """Return the pattern's column sums (by key) and diagonal sums (by distance), each `[..., T]` float64."""
+    alpha, rho, log_row = pattern.alpha.double(), pattern.rho.double(), -pattern.log_z.double()
+    columns = (log_column_sums(log_row, rho) + alpha).exp()
+    return columns, (log_diagonal_sums(log_row, alpha) + rho).exp()
+
+
+def fit_kl(pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, row_entropy: Tensor) -> Tensor:
+    """Return the row-averaged KL(target || pattern) in nats, `[...]`.
+
+    The target enters through its marginals `[..., T]` and its row-averaged entropy `[...]` in nats, without any T x T
+    array. Raises InputError for shapes that do not match.
+    """
+    if pattern.alpha.shape != eta_abs.shape or row_entropy.shape != pattern.shape:
+        got = f"{list(pattern.alpha.shape)}, {list(eta_abs.shape)} and {list(row_entropy.shape)}"
+        raise InputError(f"expected a pattern [..., T], marginals [..., T] and row entropy [...]; got {got}")
+    eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
+    loss = fit_loss(pattern.alpha.double(), pattern.rho.double(), pattern.log_z.double(), eta_abs, eta_rel)
+    return loss - row_entropy.double()  # Eq. (S.7)
+
+
 def fit_loss(alpha: Tensor, rho: Tensor, log_z: Tensor, eta_abs: Tensor, eta_rel: Tensor) -> Tensor:
     """Return the row-averaged cross-entropy in nats, `[...]`, for inputs `[..., T]`."""
     return (log_z - eta_abs * alpha - eta_rel * rho).mean(-1)  # Eq. (4)
-
-
-def initial_parameters(eta_rel: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the paper's start, `[..., T]`: alpha = 0 and rho = log(max(eta_rel / (T - δ), 1e-9))."""
-    length = eta_rel.shape[-1]
-    count = torch.arange(length, 0, -1, dtype=eta_rel.dtype, device=eta_rel.device)
-    return torch.zeros_like(eta_rel), (eta_rel / count).clamp(min=FLOOR).log()
 
 
 # --- targets
@@ -54,24 +142,22 @@ def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
         shapes = f"{list(eta_abs.shape)} and {list(eta_rel.shape)}"
         raise InputError(f"eta_abs and eta_rel must share one shape [..., T], T >= 1; got {shapes}")
     length = eta_abs.shape[-1]
-    eta_abs, eta_rel = eta_abs.detach().double(), eta_rel.detach().double()
-    for name, eta in (("eta_abs", eta_abs), ("eta_rel", eta_rel)):
+    etas = []
+    for name, eta in (("eta_abs", eta_abs.detach().double()), ("eta_rel", eta_rel.detach().double())):
         if not bool((eta.isfinite() & (eta > 0)).all()):
             raise InputError(f"{name} must be finite and positive; floor the pattern at 1e-9 and renormalise it")
         _check_relation(f"{name} sums to T", eta.sum(-1), length)
-    eta_abs = eta_abs * (length / eta_abs.sum(-1, keepdim=True))
-    eta_rel = eta_rel * (length / eta_rel.sum(-1, keepdim=True))
+        etas.append(eta * (length / eta.sum(-1, keepdim=True)))
     position = torch.arange(length, dtype=torch.float64, device=eta_abs.device)
     total = length * (length - 1) / 2
-    _check_relation("sum(j*eta_abs) + sum(δ*eta_rel) is T(T-1)/2", ((eta_abs + eta_rel) * position).sum(-1), total)
-    return _restore_moment(eta_abs, eta_rel, position, total)
+    _check_relation("sum(j*eta_abs) + sum(δ*eta_rel) is T(T-1)/2", ((etas[0] + etas[1]) * position).sum(-1), total)
+    return _restore_moment(*etas, position, total)
 
 
-def _check_relation(relation: str, got: Tensor, expected: float) -> None:
-    """Raise InputError where marginals miss a relation of one causal pattern."""
-    error = (got - expected).abs()
-    if got.numel() and error.max().item() > _CONSISTENCY * max(expected, 1.0):
-        worst = got.flatten()[error.flatten().argmax()].item()
+def _check_relation(relation: str, actual: Tensor, expected: float) -> None:
+    error = (actual - expected).abs()
+    if actual.numel() and error.max().item() > _CONSISTENCY * max(expected, 1.0):
+        worst = actual.flatten()[error.flatten().argmax()].item()
         raise InputError(f"marginals of one causal pattern: {relation} = {expected:g}; got {worst:g}")
 
 
@@ -80,7 +166,7 @@ def _restore_moment(eta_abs: Tensor, eta_rel: Tensor, position: Tensor, total: f
     length = len(position)
     if length == 1:
         return eta_abs, eta_rel
-    for _ in range(_TILTS):
+    for _ in range(3):  # Newton steps from an error of 0.1%, which each of them squares
         means = [(eta * position).sum(-1, keepdim=True) / length for eta in (eta_abs, eta_rel)]
         # Positions of queries vary as T^2/12, so the two variances cannot both be small.
         offsets = [position - mean for mean in means]
@@ -93,8 +179,17 @@ def _restore_moment(eta_abs: Tensor, eta_rel: Tensor, position: Tensor, total: f
 
 def meaningful(eta: Tensor) -> Tensor:
     """Return a mask of the entries of a marginal `[..., T]` whose probabilities average at least 1e-7."""
-    count = torch.arange(eta.shape[-1], 0, -1, dtype=eta.dtype, device=eta.device)
-    return eta >= _MEANINGFUL * count
+    return eta >= _MEANINGFUL * _entries(eta)
+
+
+def _entries(eta: Tensor) -> Tensor:
+    """Return the number of causal entries that each value of a marginal sums, `[T]`."""
+    return torch.arange(eta.shape[-1], 0, -1, dtype=eta.dtype, device=eta.device)
+
+
+def initial_parameters(eta_rel: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the paper's start, `[..., T]`: alpha = 0 and rho = log(max(eta_rel / (T - δ), 1e-9))."""
+    return torch.zeros_like(eta_rel), (eta_rel / _entries(eta_rel)).clamp(min=FLOOR).log()
 
 
 # --- proportional fitting

@@ -1,4 +1,4 @@
-"""Fit exponential patterns, Eq. (S.31): a free band and a sum of damped cosines, by maximum likelihood, batched.
+"""`fit_exponential` fits exponential patterns, Eq. (S.31): a free band of distances, then a sum of damped cosines.
 
 A compact fit comes first. Poles are chosen greedily for it, and then fixed. Band, amplitudes and key logits minimise
 the cross-entropy of Eq. (4), with a penalty on cancellation among poles, which would lose low-precision digits.
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
-from saf.errors import InputError
-from saf.fit.fitters import check_targets, fit_loss, fit_proportional
+from saf.errors import InputError, check_keywords
+from saf.fit import check_fitter, check_targets, fit_loss, fit_proportional
 from saf.patterns import CompactPattern, DampedCosines, ExponentialPattern
 
 MAX_EXTRA_KL = 0.02
@@ -23,13 +23,10 @@ MAX_CANCELLATION = 4.0
 """Largest accepted mean of (sum of the poles' envelopes) / g: rounding errors of the sum grow by it."""
 MAX_SHORT_KL = 0.005
 """Nats per row that the short form of alpha may cost more than an exponential pattern with every key free."""
-POLES = (16, 32)
-"""Numbers of poles, tried in turn."""
-SINKS = 16
-"""Keys with logits of their own in the short form of alpha."""
-TRENDS = (24.0, 96.0, 384.0)
-"""Keys over which the decays of the short form fall by e: sinks of real models fade within a few hundred keys."""
 
+_POLES = (16, 32)  # numbers of poles, tried in turn
+_SINKS = 16  # keys with logits of their own in the short form of alpha
+_TRENDS = (24.0, 96.0, 384.0)  # keys over which its decays fall by e: real sinks fade within a few hundred keys
 _DECAYS = 2  # poles without frequency: a constant, and one that falls over _NEAR distances
 _NEAR = 40.0
 _DAMPINGS = (0.0, 1 / 4000, 1 / 1500, 1 / 500, 1 / 150)  # of the poles tried, at T = 4096; they scale with 1 / T
@@ -58,7 +55,7 @@ class ExponentialFit:
     """Number of keys with a logit of their own."""
 
 
-def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs: int = POLES[0]) -> ExponentialPattern:
+def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs: int = _POLES[0]) -> ExponentialPattern:
     """Return exponential patterns fitted to targets with these marginals `[..., T]`, in float64.
 
     `band` is the number of distances with a free weight and `pairs` that of poles beyond it, two of them without
@@ -98,22 +95,31 @@ def fit_exponential_heads(
     compact = compact.to(dtype=torch.float64, device=targets[0].device).canonical()
     best: dict[int, ExponentialFit] = {}
     pending = list(range(len(compact)))
-    for pairs in POLES:
-        some = torch.tensor(pending, dtype=torch.int64, device=targets[0].device)
-        operands = compact[some], *(x[some] for x in targets)
+    for pairs in _POLES:
+        operands = compact[pending], *(x[pending] for x in targets)
         forms = _fit(*operands, band=band, pairs=pairs, short=max_short_kl is not None)
-        missed = []
-        for head, (full, short) in zip(pending, forms, strict=True):
+        tried, pending = pending, []
+        for head, (full, short) in zip(tried, forms, strict=True):
             most = min(full.extra_kl + (max_short_kl or 0.0), max_extra_kl)
             fit = short if short.extra_kl <= most and short.cancellation <= max_cancellation else full
             passed = fit.extra_kl <= max_extra_kl and fit.cancellation <= max_cancellation
             if passed or head not in best or fit.extra_kl < best[head].extra_kl:
                 best[head] = fit
-            missed += [] if passed else [head]
-        pending = missed
+            pending += [] if passed else [head]
     for head in pending:
         best[head] = replace(best[head], pattern=compact[head], poles=0, free_keys=compact.length)
     return [best[head] for head in range(len(compact))]
+
+
+def split_options(fitter: str, options: dict[str, Any], storage: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the options of the compact fit and, for exponential storage, those of `fit_exponential_heads`.
+
+    Raises InputError for an unknown fitter, and for options that neither takes.
+    """
+    names = check_keywords("", (), fit_exponential_heads) if storage == "exponential" else []
+    compact = {name: value for name, value in options.items() if name not in names}
+    check_fitter(fitter, compact)
+    return compact, {name: value for name, value in options.items() if name in names}
 
 
 def _fit(
@@ -148,7 +154,7 @@ def _fit_group(
     objective = _Objective(compact, eta_abs, eta_rel, band, poles)
     point = minimize(objective, objective.start(), tolerance=tolerance)
     full = objective.measure(point, compact)
-    if not short or length <= 4 * SINKS:
+    if not short or length <= 4 * _SINKS:
         return list(zip(full, full, strict=True))
     fewer = _Objective(compact, eta_abs, eta_rel, band, poles, short=True)
     point = minimize(fewer, fewer.start_from(objective, point), tolerance=tolerance)
@@ -205,9 +211,8 @@ def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tup
     for pole in range(_DECAYS, _DECAYS + count):
         used = 2 * pole
         # Least squares on the poles so far; by FFT, the correlation of its residual with every pole of the grid.
-        ridge = _GREEDY_RIDGE * gram.diagonal(dim1=1, dim2=2).sum(-1) / used
         known = atoms[:, :, :used]
-        system = gram[:, :used, :used] + ridge[:, None, None] * torch.eye(used, dtype=gram.dtype, device=gram.device)
+        system = _with_ridge(gram[:, :used, :used], _GREEDY_RIDGE / used)
         amplitudes = torch.linalg.solve(system, known.mT @ root_mass[..., None])
         residual = (root_mass - (known @ amplitudes).squeeze(-1)) * relative
         spectrum = torch.view_as_real(torch.fft.rfft(residual[:, None] * envelopes, points))
@@ -288,7 +293,7 @@ class _Objective:
     """The penalised loss of one group of heads, in coordinates `[N, n]` in which its curvature is near one.
 
     Coordinates: key logits, band, whitened amplitudes. Key logits are all free or, in the short form, those of the
-    first SINKS keys, the amplitudes of TRENDS and a constant.
+    first few keys, the amplitudes of the decays and a constant.
     """
 
     def __init__(
@@ -296,9 +301,9 @@ class _Objective:
         *, short: bool = False,
     ):  # fmt: skip
         self.eta, self.band, self.length = torch.stack([eta_abs, eta_rel]), band, compact.length
-        self.free_keys = keys = SINKS if short else compact.length
+        self.free_keys = keys = _SINKS if short else compact.length
         at = torch.arange(self.length - keys, dtype=torch.float64, device=eta_abs.device)
-        decays = torch.tensor([*TRENDS, math.inf] if short else [], dtype=torch.float64, device=eta_abs.device)
+        decays = torch.tensor([*_TRENDS, math.inf] if short else [], dtype=torch.float64, device=eta_abs.device)
         self.trends = (-at / decays[:, None]).exp()
         trend = compact.alpha[:, keys:]  # of no key where all are free
         if short:  # least squares, weighted by attention mass
@@ -372,9 +377,9 @@ class _Objective:
         cancellation = (self.far.cost * (cosine.square() + sine.square()).sqrt()).sum(-1)
         trend, damping = keys[:, :0], keys[:, :0]
         if self.free_keys < self.length:
-            keys, trend, constant = keys.split([SINKS, len(TRENDS), 1], -1)
+            keys, trend, constant = keys.split([_SINKS, len(_TRENDS), 1], -1)
             keys = keys - constant  # the gauge in which alpha ends at 0
-            damping = (1 / torch.tensor(TRENDS, dtype=torch.float64, device=keys.device)).expand_as(trend)
+            damping = (1 / torch.tensor(_TRENDS, dtype=torch.float64, device=keys.device)).expand_as(trend)
         poles, unit = self.far.poles, self.far.unit
         amplitudes = cosine * unit, sine * unit
         pattern = ExponentialPattern(
