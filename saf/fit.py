@@ -208,11 +208,7 @@ _LOSS_NOISE = 1e-12
 
 
 def fit_proportional(
-    eta_abs: Tensor,
-    eta_rel: Tensor,
-    *,
-    tolerance: float = TOLERANCE,
-    max_sweeps: int = _MOST_SWEEPS,
+    eta_abs: Tensor, eta_rel: Tensor, *, tolerance: float = TOLERANCE, max_sweeps: int = _MOST_SWEEPS
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fit rows, keys and distances in turn to their sums, each exactly; return alpha, rho and the sweeps taken.
 

@@ -1,4 +1,4 @@
-"""The patterns of frozen heads: compact, dense, exponential and trainable ones, and their common interface."""
+"""The patterns of frozen heads: compact, dense, exponential and trainable ones, with one interface, `Pattern`."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +13,7 @@ from saf.errors import CheckpointError, InputError, UnsupportedError, shown
 from saf.log_sums import log_row_sums
 
 # Keys before this one may be sinks, and the canonical slope and height of alpha leave them out. Sinks are the first few
-# keys, so this number is more than enough; chosen, not measured.
+# keys, so this number is more than enough; not measured.
 _FIRST_ORDINARY_KEY = 64
 # How far a row's sum may be from one: what rounding T entries to the dtype can add up to, with room.
 _ROW_SUM_TOLERANCE = {torch.float64: 1e-8, torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 5e-3}
@@ -26,7 +26,6 @@ class Pattern(ABC):
     """
 
     kind: ClassVar[str]
-    """The name of this kind of pattern in `PATTERN_KINDS`."""
     parts: ClassVar[tuple[str, ...]]
     """Names of the tensors in `state`."""
     trainable: ClassVar[bool] = False
@@ -56,10 +55,7 @@ class Pattern(ABC):
         """Return its present key and distance logits, `[..., T]` each; None for a dense one."""
 
     def compact(self) -> "CompactPattern | None":
-        """Return its present values as a fixed compact pattern; None for a dense one.
-
-        Its normalisers take T**2 / 2 products a head (`log_sums`); tables of exponential patterns do without them.
-        """
+        """Return its present values as a fixed compact pattern, in T**2 / 2 products a head; None for a dense one."""
         logits = self.logits()
         return None if logits is None else CompactPattern.from_parameters(*logits)
 
@@ -95,10 +91,8 @@ class _FixedPattern(Pattern):
     @classmethod
     def stack(cls, patterns: Sequence[Self]) -> Self:
         """Join patterns of one shape and dtype along a new first dimension."""
-        shapes = {(one.length, *((x.shape, x.dtype) for x in one._tensors().values())) for one in patterns}
-        if len(shapes) != 1:
-            got = sorted({f"{list(one.shape)} over {one.length}" for one in patterns})
-            raise InputError(f"stack needs at least one pattern, all of one shape and dtype; got {got}")
+        if len({(one.length, *((x.shape, x.dtype) for x in one._tensors().values())) for one in patterns}) != 1:
+            raise InputError(f"stack needs at least one pattern, all of one shape and dtype; got {patterns}")
         return patterns[0].map(lambda name, _: torch.stack([one._tensors()[name] for one in patterns]))
 
     @property
@@ -140,8 +134,9 @@ def _check_prefix(pattern: Pattern, length: int) -> None:
 class CompactPattern(_FixedPattern):
     """Patterns `P(i, j) = exp(alpha_j + rho_{i-j} - log_z_i)` for j <= i, Eq. (3).
 
-    `alpha` (by key position), `rho` (by distance) and `log_z` (by query position) have shape `[..., T]`; the
-    leading dimensions are free. `alpha += a + c*j, rho += b + c*δ, log_z += a + b + c*i` leaves P as it is.
+    `alpha` (by key position), `rho` (by distance) and `log_z` (by query position) have shape `[..., T]`; the leading
+    dimensions are free. The gauge is free, too: `alpha += a + c*j, rho += b + c*δ, log_z += a + b + c*i` leaves P as it
+    is, Eq. (S.6). `canonical` and `level` are the gauges to compare patterns and to execute them in.
 
     >>> pattern = CompactPattern.from_parameters(torch.zeros(3), torch.zeros(3))
     >>> pattern.dense()[2]
@@ -197,15 +192,15 @@ class CompactPattern(_FixedPattern):
         return (alpha[..., None, :] + by_distance - log_z[..., :, None]).exp()  # Eq. (3)
 
     def canonical(self) -> "CompactPattern":
-        """Return the same pattern in the gauge where alpha has no slope, max(alpha) = 0 and max(rho) = 0, Eq. (S.6).
+        """Return the same pattern in the gauge where alpha has no slope, max(alpha) = 0 and max(rho) = 0.
 
         Keys before 64 are left out of the slope and of max(alpha) when T >= 256, since they may be sinks.
         Idempotent, and the same for every gauge of one pattern, up to rounding.
         """
         first = _FIRST_ORDINARY_KEY if self.length >= 4 * _FIRST_ORDINARY_KEY else 0
-        return self._gauge(-_median_slope(self.alpha.double()[..., first:]), first)
+        return self._in_gauge(-_median_slope(self.alpha.double()[..., first:]), first)
 
-    def balanced(self) -> "CompactPattern":
+    def level(self) -> "CompactPattern":
         """Return the same pattern in the gauge for execution: log_z has no slope, max(alpha) = max(rho) = 0.
 
         Every entry is a product of two factors in [0, 1] over Z, and Z is level even when rho rises
@@ -215,9 +210,9 @@ class CompactPattern(_FixedPattern):
         position -= position.mean()
         # The smallest sum of squares, at T = 2, is 0.5; a single position has no slope.
         slope = (self.log_z.double() * position).sum(-1, keepdim=True) / position.square().sum().clamp(min=0.5)
-        return self._gauge(-slope, 0)
+        return self._in_gauge(-slope, 0)
 
-    def _gauge(self, tilt: Tensor, first: int) -> "CompactPattern":
+    def _in_gauge(self, tilt: Tensor, first: int) -> "CompactPattern":
         """Add `tilt * position`, tilt `[..., 1]`, then shift the maxima of alpha[first:] and rho to 0, Eq. (S.6)."""
         position = torch.arange(self.length, dtype=torch.float64, device=self.alpha.device)
         alpha, rho = self.alpha.double() + tilt * position, self.rho.double() + tilt * position
@@ -230,10 +225,9 @@ class CompactPattern(_FixedPattern):
 
 def _check_logits(**tensors: Tensor) -> None:
     """Raise InputError unless the tensors are floating point and finite and share one shape `[..., T]`, T >= 1."""
-    shapes = [list(tensor.shape) for tensor in tensors.values()]
-    if any(shape != shapes[0] for shape in shapes) or not shapes[0] or not shapes[0][-1]:
-        listed = " and ".join(f"{name} {shape}" for name, shape in zip(tensors, shapes, strict=True))
-        raise InputError(f"key and distance logits must share one shape [..., T], T >= 1; got {listed}")
+    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+    if any(shape != shapes["alpha"] for shape in shapes.values()) or not shapes["alpha"] or not shapes["alpha"][-1]:
+        raise InputError(f"key and distance logits must share one shape [..., T], T >= 1; got {shapes}")
     for name, tensor in tensors.items():
         if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
             raise InputError(f"{name} must be floating point and finite; got {shown(tensor)}")
@@ -267,10 +261,8 @@ class DensePattern(_FixedPattern):
         weights, tolerance = self.weights, _ROW_SUM_TOLERANCE.get(self.weights.dtype)
         if tolerance is None or weights.ndim < 2 or weights.shape[-1] != weights.shape[-2] or not weights.shape[-1]:
             raise InputError(f"weights must be floating point, [..., T, T], T >= 1; got {shown(weights)}")
-        if not bool(weights.isfinite().all()) or bool((weights < 0).any()):
-            raise InputError("weights must be finite and non-negative; apply softmax or normalise the rows first")
-        if bool(weights.triu(1).any()):
-            raise InputError("weights must be causal, zero above the diagonal: mask them and renormalise")
+        if not bool(weights.isfinite().all()) or bool((weights < 0).any()) or bool(weights.triu(1).any()):
+            raise InputError("weights must be finite, non-negative and causal: mask them and normalise the rows")
         error = (weights.sum(-1, dtype=torch.float64) - 1).abs()
         if error.numel() and error.max().item() > tolerance:
             raise InputError(f"rows must sum to 1 within {tolerance}; one misses by {error.max().item():.3g}")
@@ -305,8 +297,8 @@ class ExponentialPattern(_FixedPattern):
         g(δ) = sum_p exp(-damping[p] d) (cosine[p] cos(frequency[p] d) + sine[p] sin(frequency[p] d))
 
     `alpha(j)` is `alpha[j]` below S, and from S on `sum_k trend[k] exp(-trend_damping[k] (j - S))`, which ends at 0.
-    Where S = length every key has a logit of its own. Where S < length the pattern has a fixed number of parameters,
-    and `extended` gives it at other lengths.
+    Where S = length every key has a logit of its own. Where S < length the number of parameters is fixed, and the
+    pattern can be `extended`.
 
     Attributes:
         alpha: `[..., S]`, logits of the first S keys.
@@ -345,13 +337,13 @@ class ExponentialPattern(_FixedPattern):
         shapes = {name: x.shape for name, x in tensors.items()}
         poles = {shapes[name] for name in ("damping", "frequency", "cosine", "sine")}
         leading = {shape[:-1] for shape in shapes.values()}
+        keys, width, length = self.alpha.shape[-1], self.band.shape[-1], self.length
         if len(poles) > 1 or len(leading) > 1 or shapes["trend"] != shapes["trend_damping"]:
             raise InputError(f"parameters of an exponential pattern must agree in shape; got {shapes}")
-        keys, width, length = self.alpha.shape[-1], self.band.shape[-1], self.length
-        if not 1 <= width <= length or keys > length:
-            raise InputError(f"alpha must have at most {length} keys (length), band 1 to {length}; got {shapes}")
-        if width < length and not self.damping.shape[-1]:
-            raise InputError(f"a pattern of {length} positions with a band of {width} must have a pole; got none")
+        if not 1 <= width <= length or keys > length or (width < length and not self.damping.shape[-1]):
+            raise InputError(
+                f"alpha must have at most {length} keys, band 1 to {length} (a pole if fewer); got {shapes}"
+            )
         if bool((self.damping < 0).any()) or bool((self.trend_damping <= 0).any()):
             raise InputError("damping must be at least 0 and trend_damping above 0, so that the pattern never grows")
 
@@ -401,11 +393,9 @@ class ExponentialPattern(_FixedPattern):
 
     def to_compact(self, length: int | None = None) -> CompactPattern:
         """Return `compact()`, float64, over `length` positions (its own by default)."""
-        at = self if length is None else self.extended(length)
-        return CompactPattern.from_parameters(*at.logits())
+        return CompactPattern.from_parameters(*(self if length is None else self.extended(length)).logits())
 
     def dense(self, length: int | None = None) -> Tensor:
-        """Return P, `[..., T, T]` float64: rows sum to one, zero above the diagonal. T x T memory."""
         return self.to_compact(length).dense()
 
     def state(self) -> dict[str, Tensor]:
@@ -476,18 +466,15 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
     def of(
         cls, pattern: Pattern, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> "TrainablePattern":
-        """Start from a pattern `[T]`, in the balanced gauge.
-
-        Raises UnsupportedError for a pattern that has no key and distance logits of its own.
-        """
+        """Start from a pattern `[T]`, in its level gauge; raise UnsupportedError for a dense or exponential one."""
         start = None if pattern.kind == "exponential" else pattern.compact()
         if start is None:
             raise UnsupportedError(
                 f"only key and distance logits can be trained, a {type(pattern).__name__} has none; fit a compact "
                 "pattern (storage='compact'), or use trainable=False"
             )
-        balanced = start.to(dtype=torch.float64, device=device).balanced()
-        return cls(balanced.alpha.to(dtype), balanced.rho.to(dtype))
+        level = start.to(dtype=torch.float64, device=device).level()
+        return cls(level.alpha.to(dtype), level.rho.to(dtype))
 
     @property
     def length(self) -> int:
@@ -529,11 +516,6 @@ def pattern_for_each_head(patterns: Pattern | Iterable[Pattern]) -> list[Pattern
 def is_trainable(pattern: Any) -> TypeGuard[TrainablePattern]:
     """Return whether a pattern is a module whose parameters an optimiser trains."""
     return pattern.trainable
-
-
-def trained_logits(patterns: Iterable[Pattern]) -> list[nn.Parameter]:
-    """Return the parameters of the trainable ones among these patterns: alpha and rho of each, `[T]`."""
-    return [logits for one in patterns if is_trainable(one) for logits in (one.alpha, one.rho)]
 
 
 PATTERN_KINDS: dict[str, type[Pattern]] = {

@@ -35,7 +35,7 @@ from saf.optimizer_state import (
     unwrap_optimizer,
     update_steps_,
 )
-from saf.patterns import Pattern, TrainablePattern, pattern_for_each_head, trained_logits
+from saf.patterns import Pattern, TrainablePattern, is_trainable, pattern_for_each_head
 
 # --- the verbs. Outside inference mode, whose tensors could never be trained.
 
@@ -136,7 +136,8 @@ def pattern_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def _logits_of(site: Site) -> dict[int, nn.Parameter]:
     """Return the trained logits of a layer, by identity."""
-    return {id(logits): logits for logits in trained_logits(patterns_of(site).values())}
+    trained = (pattern for pattern in patterns_of(site).values() if is_trainable(pattern))
+    return {id(logits): logits for pattern in trained for logits in pattern.parameters()}
 
 
 def patterns_of(site: Site) -> dict[int, Pattern]:

@@ -1,15 +1,188 @@
-"""`capture` runs a model over calibration sequences, unchanged, and copies queries and keys of some layers."""
+"""`capture_layers` runs a model, unchanged, over calibration sequences and copies queries and keys of some layers.
+
+`plan_calibration` says of which layers at a time, by the memory that they take.
+"""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from torch import Tensor, nn
 
+from saf.calibration.measure import COLLECTIONS, Collection
+from saf.calibration.sequences import Batch, Sequences, read_sequences
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
-from saf.models.adapter import ON_META, Adapter, Site, check_unsharded, rows_of
+from saf.models.adapter import ON_META, Adapter, Site, adapter_for, check_unsharded, rows_of
+from saf.records.table import byte_size
+
+SHARE = 0.5
+"""Share of free memory for queries and keys, or a collection, by default; the rest is a margin."""
+CPU_BYTES = 4 << 30
+"""Most queries and keys by default on a CPU, whose memory others use too."""
+COLLECT_BYTES = 16 << 30
+"""Most that `heads_at_a_time` collects at once."""
+
+
+class CalibrationPlan(NamedTuple):
+    """The passes of a calibration and the memory that it holds; `str` is a sentence for people."""
+
+    heads: HeadSet
+    sequences: Sequences
+    groups: list[list[int]]
+    """Layers whose queries and keys are held at the same time; the model runs once for each group."""
+    capture_bytes: int
+    """Queries and keys of the largest group, on the model's device."""
+    collection: Collection
+    """Tensors of `collect`, on the CPU; `calibrate` fills them in."""
+
+    def __str__(self) -> str:
+        held = self.collection.nbytes
+        return (
+            f"calibration of {len(self.heads)} heads on {self.sequences}: queries and keys of "
+            f"{max(map(len, self.groups), default=0)} layers at a time {byte_size(self.capture_bytes)}, model runs "
+            f"{len(self.groups)} x" + (f"; {byte_size(held)} collected on the CPU" if held else "")
+        )
+
+
+def plan_calibration(
+    model: nn.Module,
+    batches: Iterable[Batch],
+    *,
+    collect: Sequence[str] = (),
+    heads: Iterable[Head] | None = None,
+    positions: Sequence[int] | None = None,
+    capture_bytes: int | None = None,
+) -> CalibrationPlan:
+    """Plan `calibrate` with the same arguments, without running the model.
+
+    Queries and keys of as many layers as fit are held at a time: into `capture_bytes`, by default into half of the free
+    memory (on a CPU at most 4 GiB), but always of one layer that fits into it. Raises InputError where one layer does
+    not fit, or the collected tensors do not.
+    """
+    adapter, sequences = adapter_for(model), read_sequences(batches)
+    check_vocabulary(adapter, sequences.ids)
+    measured, count = measurable_heads(adapter, heads), len(sequences.tokens)
+    collection = _collection(adapter, collect, measured, count, sequences.length, positions)
+    free = free_bytes(torch.device("cpu"))
+    if free is not None and collection.nbytes > free:
+        raise InputError(
+            f"not enough memory: {byte_size(collection.nbytes)} to collect, {byte_size(free)} free on the CPU; "
+            "measure fewer heads at a time (heads=)"
+        )
+    if sequences.unequal and (whole := [name for name in collect if "N" in COLLECTIONS[name].shape]):
+        raise InputError(
+            f"{' and '.join(whole)} cannot be collected of sequences of unequal lengths, {sequences.lengths[-1]} to "
+            f"{sequences.length} tokens; pass sequences of one length, or collect the mean"
+        )
+    sizes = _layer_bytes(adapter, measured, count * sequences.length)
+    groups = _groups(adapter.device, sizes, capture_bytes)
+    largest = max((sum(sizes[layer] for layer in group) for group in groups), default=0)
+    return CalibrationPlan(measured, sequences, groups, largest, collection)
+
+
+def _collection(
+    adapter: Adapter,
+    collect: Sequence[str],
+    heads: HeadSet,
+    count: int,
+    length: int,
+    positions: Sequence[int] | None = None,
+) -> Collection:
+    """Return the collection of these heads; a float64 model is measured in float64, others in float32."""
+    dtype = torch.float64 if adapter.dtype == torch.float64 else torch.float32
+    return Collection(collect, heads, sequences=count, length=length, dtype=dtype, positions=positions)
+
+
+def _layer_bytes(adapter: Adapter, heads: HeadSet, tokens: int) -> dict[int, int]:
+    """Return the bytes of each layer's queries and keys, in the dtype that the model computes them in."""
+    sites, dtype, device = adapter.sites(), adapter.dtype, adapter.device.type
+    if dtype == torch.float32 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    sizes = {}
+    for layer in sorted({layer for layer, _ in heads}):
+        queries, keys, _ = read_slots(sites[layer], heads.in_layer(layer))
+        sizes[layer] = tokens * (len(queries) + len(keys)) * sites[layer].head_dim * dtype.itemsize
+    return sizes
+
+
+def _groups(device: torch.device, layer_bytes: dict[int, int], capture_bytes: int | None) -> list[list[int]]:
+    """Divide the layers into groups that are captured together, as many layers at a time as memory holds."""
+    layers, largest = list(layer_bytes), max(layer_bytes.values(), default=0) or 1
+    limit = free_bytes(device) if capture_bytes is None else capture_bytes
+    if limit is not None and largest > limit:
+        raise InputError(
+            f"queries and keys of one layer must be at most {byte_size(limit)} "
+            f"({'free memory' if capture_bytes is None else 'capture_bytes'}), got {byte_size(largest)}; "
+            "pass fewer sequences, or measure fewer heads (heads=)"
+        )
+    if capture_bytes is None:  # all layers where the free memory is unknown
+        share = sum(layer_bytes.values()) if limit is None else int(SHARE * limit)
+        capture_bytes = min(share, CPU_BYTES) if device.type == "cpu" else share
+    size = max(1, capture_bytes // largest)
+    return [layers[first : first + size] for first in range(0, len(layers), size)]
+
+
+def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
+    """Return the number of heads whose `collect` fits into half of the CPU's free memory at once; one at least."""
+    free = free_bytes(torch.device("cpu"))
+    one = _collection(adapter_for(model), collect, HeadSet([(0, 0)]), sequences, length).nbytes
+    limit = COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))
+    return max(1, limit // max(one, 1))
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device, with PyTorch's unused reserve; None where it is unknown."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
+
+
+# --- heads and tokens that the model has
+
+
+def measurable_heads(adapter: Adapter, heads: Iterable[Head] | None = None) -> HeadSet:
+    """Return the heads to measure: by default all live ones of layers that can be frozen.
+
+    Raises InputError for a head that is not live, UnsupportedError for one in a layer that stays ordinary, or where
+    every layer does.
+    """
+    live, reasons = adapter.heads("live"), [site.unsupported_reason for site in adapter.sites()]
+    if all(reasons):
+        raise UnsupportedError(f"no head of this model can be frozen: {reasons[0]}")
+    ordinary = HeadSet(head for head in live if reasons[head[0]])
+    measured = live - ordinary if heads is None else HeadSet(heads)
+    if len(missing := measured - live):
+        raise InputError(f"only live heads can be measured; these are frozen or do not exist: {missing.to_list()}")
+    if len(refused := measured & ordinary):
+        raise UnsupportedError(f"heads {refused.to_list()} cannot be measured: {reasons[next(iter(refused))[0]]}")
+    return measured
+
+
+def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
+    """Raise InputError for a token id that the model does not know; on a GPU it would end the process.
+
+    A model without numbers (on the meta device) raises InputError too, sharded weights UnsupportedError.
+    """
+    for site in adapter.sites():
+        check_unsharded("query", rows_of(site, "query").parameter)
+    if adapter.device.type == "meta":
+        raise InputError(ON_META)
+    size = adapter.vocab_size
+    low, high = min(int(each.min()) for each in ids), max(int(each.max()) for each in ids)
+    if low < 0 or (size is not None and high >= size):
+        raise InputError(f"token ids of batches must lie in [0, {size}); got {low if low < 0 else high}")
+
+
+# --- the passes
 
 
 class CapturedLayer(NamedTuple):
@@ -23,7 +196,9 @@ class CapturedLayer(NamedTuple):
     """The key that each query reads."""
 
 
-def capture(adapter: Adapter, heads: HeadSet, layers: Iterable[int], ids: Sequence[Tensor]) -> dict[int, CapturedLayer]:
+def capture_layers(
+    adapter: Adapter, heads: HeadSet, layers: Iterable[int], ids: Sequence[Tensor]
+) -> dict[int, CapturedLayer]:
     """Run the model over all batches, the longest first, and return the queries and keys of `heads` in some layers.
 
     Each is copied to its place at once, so that no more is held than the result and one forward pass.
@@ -33,14 +208,17 @@ def capture(adapter: Adapter, heads: HeadSet, layers: Iterable[int], ids: Sequen
     captured: dict[int, CapturedLayer] = {}
     filled = dict.fromkeys(slots, 0)
 
-    def space(part: Tensor, own: int) -> Tensor:
-        # Positions lie outside heads in memory, as models store them.
-        return part.new_empty(count, length, own, part.shape[3]).transpose(1, 2)
-
     def receive(layer: int, query: Tensor, key: Tensor) -> None:
         queries, keys, kv_head = slots[layer]
         if layer not in captured:
-            captured[layer] = CapturedLayer(space(query, len(queries)), space(key, len(keys)), kv_head)
+            captured[layer] = CapturedLayer(
+                *(
+                    # Positions lie outside heads in memory, as models store them.
+                    part.new_empty(count, length, len(taken), part.shape[3]).transpose(1, 2)
+                    for part, taken in ((query, queries), (key, keys))
+                ),
+                kv_head,
+            )
         start, end = filled[layer], filled[layer] + len(query)
         filled[layer] = end
         if end <= count:
@@ -86,39 +264,3 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
-    """Raise InputError for a token id that the model does not know; on a GPU it would end the process.
-
-    A model without numbers (on the meta device) raises InputError too, sharded weights UnsupportedError.
-    """
-    for site in adapter.sites():
-        check_unsharded("query", rows_of(site, "query").parameter)
-    if adapter.device.type == "meta":
-        raise InputError(ON_META)
-    size = adapter.vocab_size
-    low, high = min(int(each.min()) for each in ids), max(int(each.max()) for each in ids)
-    if low < 0 or (size is not None and high >= size):
-        raise InputError(f"token ids of batches must lie in [0, {size}); got {low if low < 0 else high}")
-
-
-def measurable_heads(adapter: Adapter, heads: Iterable[Head] | None = None) -> HeadSet:
-    """Return the heads to measure: by default all live ones of layers that can be frozen.
-
-    Raises InputError for a head that is not live, UnsupportedError for one in a layer that stays ordinary, or where
-    every layer does.
-    """
-    live, sites = adapter.heads("live"), adapter.sites()
-    reasons = {
-        layer: site.unsupported_reason for layer, site in enumerate(sites) if site.unsupported_reason is not None
-    }
-    if reasons and len(reasons) == len(sites):
-        raise UnsupportedError(f"no head of this model can be frozen: {reasons[0]}")
-    ordinary = HeadSet(head for head in live if head[0] in reasons)
-    chosen = live - ordinary if heads is None else HeadSet(heads)
-    if len(missing := chosen - live):
-        raise InputError(f"only live heads can be measured; these are frozen or do not exist: {missing.to_list()}")
-    if len(refused := chosen & ordinary):
-        raise UnsupportedError(f"heads {refused.to_list()} cannot be measured: {reasons[next(iter(refused))[0]]}")
-    return chosen

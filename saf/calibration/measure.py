@@ -1,8 +1,9 @@
-"""`measure_layer` computes a layer's statistics without a T x T array: by Triton kernels, else strip by strip here.
+"""`measure_layer` sums a layer's statistics without a T x T array: by Triton kernels, else strip by strip here.
 
-A strip is some rows of the patterns of all sequences at once, so that deviations from their mean are computed directly,
-never as differences of large sums. A `Collection` reads the same strips for `calibrate(collect=...)`; a line of
-`COLLECTIONS` defines each tensor. The kernels (kernels.py) never hold a whole row, so collecting needs strips.
+Either way is exact. A strip is some rows of the patterns of all sequences at once, so that deviations from their mean
+are computed directly, never as differences of large sums. A `Collection` reads the same strips for
+`calibrate(collect=...)`; a line of `COLLECTIONS` defines each tensor. The kernels (kernels.py) hold no whole row, so
+collecting needs strips.
 """
 
 import math
@@ -79,11 +80,11 @@ def measure_layer(
             scaled = query[:, group].to(wide) * score_scale(scale, dim)
             keys = key[:, list(kv_head[group])].to(wide)
             parts.append(_measure_heads(scaled, keys, soft_cap, spans, rows, group, take))
-    return LayerStatistics(*(torch.cat(column) for column in zip(*parts, strict=True)))
+    return LayerStatistics(*map(torch.cat, zip(*parts, strict=True)))
 
 
 def _kernels_run(query: Tensor, key: Tensor) -> bool:
-    """Return whether the kernels can measure these queries and keys, whole sequences without a soft cap of logits."""
+    """Return whether the kernels can measure these queries and keys."""
     if query.device.type != "cuda" or not has_triton() or torch.cuda.get_device_capability(query.device) < (8, 0):
         return False
     return query.dtype in TRITON_DTYPES and key.dtype == query.dtype and query.shape[-1] <= MAX_DIM
@@ -115,13 +116,10 @@ class FlooredSums(NamedTuple):
 
 @dataclass(frozen=True)
 class Strip:
-    """Query rows `start` to `end` of some heads, keys 0 to `end`: R rows, W = end keys, of `length` in all.
-
-    N is the number of sequences that reach these rows: of unequal lengths the longest ones.
-    """
+    """R query rows, `start` to `end` of `length`, of some heads, over W = `end` keys, of the N sequences they reach."""
 
     heads: slice
-    """Place of the heads among those measured."""
+    """Indices of the heads among those of the layer that are measured."""
     start: int
     end: int
     length: int
@@ -270,56 +268,52 @@ class Collection:
     """The tensors of `calibrate(collect=...)` for some heads, on the CPU; the first strip allocates them."""
 
     def __init__(
-        self,
-        collect: Sequence[str],
-        heads: HeadSet,
-        *,
-        sequences: int,
-        length: int,
-        dtype: torch.dtype,
+        self, collect: Sequence[str], heads: HeadSet, *, sequences: int, length: int, dtype: torch.dtype,
         positions: Sequence[int] | None = None,
-    ):
+    ):  # fmt: skip
         for name in collect:
             check_name("collect", name, COLLECTIONS)
         rows = latter_half(length) if positions is None else tuple(positions)
         if list(rows) != sorted(set(rows)) or not all(0 <= row < length for row in rows):
             raise InputError(f"positions must ascend within [0, {length}); got {rows}")
-        self.kinds = {name: COLLECTIONS[name] for name in collect}
         self.heads = heads
+        self.kinds = {name: COLLECTIONS[name] for name in collect}
         self.positions = rows if any("R" in kind.shape for kind in self.kinds.values()) else ()
-        self._sizes = {"F": len(heads), "N": sequences, "Q": length, "R": len(rows), "K": length}
-        self._dtype = dtype
-
-    def _shape(self, kind: Collected) -> tuple[list[int], torch.dtype]:
-        return [self._sizes[letter] for letter in kind.shape], torch.float64 if kind.is_sum else self._dtype
+        sizes = {"F": len(heads), "N": sequences, "Q": length, "R": len(rows), "K": length}
+        self._shapes = {
+            name: ([sizes[letter] for letter in kind.shape], torch.float64 if kind.is_sum else dtype)
+            for name, kind in self.kinds.items()
+        }
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        shapes = map(self._shape, self.kinds.values())
-        return sum(math.prod(sizes) * dtype.itemsize for sizes, dtype in shapes)
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._shapes.values())
 
     @cached_property
     def tensors(self) -> dict[str, Tensor]:
-        shapes = {name: (*self._shape(kind), kind.above) for name, kind in self.kinds.items()}
-        return {name: torch.full(sizes, above, dtype=dtype) for name, (sizes, dtype, above) in shapes.items()}
+        return {
+            name: torch.full(shape, self.kinds[name].above, dtype=dtype)
+            for name, (shape, dtype) in self._shapes.items()
+        }
 
     def take(self, layer: int, strip: Strip) -> None:
         """Read a strip of a layer."""
         first = self.heads.index((layer, self.heads.in_layer(layer)[0]))
-        chosen = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
-        place = {
+        picked = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
+        index = {
             "F": slice(first + strip.heads.start, first + strip.heads.stop),
             "N": slice(None),
             "Q": slice(strip.start, strip.end),
-            "R": chosen,
+            "R": picked,
             "K": slice(0, strip.end),
         }
         for name, kind in self.kinds.items():
-            if "R" in kind.shape and not chosen:
+            by_position = "R" in kind.shape
+            if by_position and not picked:
                 continue
-            tensor, value = self.tensors[name], kind.value(strip)
-            if "R" in kind.shape:
-                value = value[..., [self.positions[number] - strip.start for number in chosen], :]
-            at = tuple(place[letter] for letter in kind.shape)
+            value, at = kind.value(strip), tuple(index[letter] for letter in kind.shape)
+            if by_position:
+                value = value[..., [self.positions[number] - strip.start for number in picked], :]
+            tensor = self.tensors[name]
             tensor[at] = tensor[at] + value.to(tensor) if kind.is_sum else value.to(tensor)

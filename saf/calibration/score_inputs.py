@@ -1,8 +1,7 @@
-"""Inputs of scores beyond the statistics: Q/K gradients, gates, and outputs of heads.
+"""What scores read beyond the statistics.
 
 `QKGradient` averages gradients of queries and keys while a model trains. `gate_gradients` measures the gradients of
-gates on the heads' outputs. `head_outputs` measures what heads add to the residual stream, with their own patterns and
-with their mean patterns.
+gates on the heads' outputs; `head_outputs`, their contributions to the residual stream with own and mean patterns.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ from saf.scores import HeadOutputs
 from saf.statistics import AttentionStatistics
 
 BETA = 0.9
-"""Weight of the past in the average, as in the paper."""
+"""Weight of the past in the average of Eq. (9)."""
 
 
 class QKGradient:
@@ -46,7 +45,7 @@ class QKGradient:
     @torch.no_grad()
     def update(self) -> None:
         """Add the gradients of this update; raise InputError when there are none."""
-        norms = torch.stack([head_norms(site) for site in adapter_for(self.model).sites()])
+        norms = torch.stack([head_norms(site) for site in adapter_for(self.model).sites()])  # Eq. (8)
         self._average = self._average.to(norms.device)
         mean = norms.nanmean()
         relative = norms / mean.clamp(min=torch.finfo(norms.dtype).tiny)
@@ -62,7 +61,7 @@ class QKGradient:
         return scores
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average as JSON values."""
+        """Return the average as values for JSON."""
         return {"average": [[None if value != value else value for value in row] for row in self._average.tolist()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -85,8 +84,7 @@ def head_norms(site: Site) -> Tensor:
         by_slot, by_group = (_block_norms(part, site.head_dim).unbind() for part in parts)
         for head, query, group in zip(layout.live, by_slot, layout.key_head, strict=True):
             norms[head] = query + by_group[group]  # Eq. (8)
-    # Stacked rather than indexed: an index would be copied to the device and waited for.
-    return torch.stack(norms)
+    return torch.stack(norms)  # not assigned by index, which would be copied to the device and waited for
 
 
 def _block_norms(rows: Rows, head_dim: int) -> Tensor:
@@ -109,13 +107,9 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     A gate multiplies a head's output just before the output projection. Its gradient is exactly the inner product of
     the head's block of output weights with that block's gradient, in every model family.
 
-    Args:
-        model: A supported model, run in evaluation mode; weights, gradients and random states stay as they were.
-        batches: As for `calibrate`, with `targets [B, T]` where the loss is of other tokens than every next one (-100
-            does not count). Each sequence runs by itself, without padding.
-
-    Raises:
-        InputError: As in `calibrate`; a sequence without a target.
+    The model runs in evaluation mode and stays as it was. Batches are those of `calibrate`, with `targets [B, T]` where
+    the loss is of other tokens than every next one (-100 does not count); each sequence runs by itself, without
+    padding. Raises InputError as `calibrate` does, and for a sequence without a target.
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
     check_vocabulary(adapter, sequences.ids)
@@ -170,17 +164,10 @@ def _requiring_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
 def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: AttentionStatistics) -> HeadOutputs:
     """Measure the contributions of all live heads to the residual stream, with their own and with their mean pattern.
 
-    Args:
-        model: A supported model, run in evaluation mode; it stays as it was.
-        batches: Held-out sequences `[B, T]` of the calibration length.
-        statistics: Of `calibrate(..., collect=("mean_rows",))`: the rows of the mean pattern and their positions.
-
-    Returns:
-        Sums and norms at the statistics' positions of every sequence; NaN for heads without `mean_rows`.
-
-    Raises:
-        InputError: Statistics without `mean_rows`, or sequences of another length.
-        UnsupportedError: A model with a norm behind its attention layers.
+    The model runs in evaluation mode and stays as it was, on held-out sequences `[B, T]` of the calibration length.
+    Statistics are of `calibrate(..., collect=("mean_rows",))`. Returns sums and norms at their positions of every
+    sequence, NaN for heads without `mean_rows`. Raises InputError for statistics without `mean_rows` and sequences of
+    another length, UnsupportedError for a model with a norm behind its attention layers.
     """
     adapter, batches = adapter_for(model), read_batches(batches)
     sites = adapter.sites()
@@ -191,12 +178,11 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
         raise InputError(f"sequences must have {statistics.length} tokens, as calibrated; got {batches[0].shape[1]}")
     if any(site.post_norm for site in sites):
         raise UnsupportedError(
-            "outputs of heads mix where a norm follows the attention layer (Gemma 2 and 3); use a score of patterns, "
-            "such as 'variance'"
+            "a norm behind the attention layer mixes the heads' outputs (Gemma 2, 3); use a score such as 'variance'"
         )
     positions, mean_rows = statistics.positions, statistics.by_head("mean_rows")
     samples = sum(map(len, batches)) * len(positions)
-    layers = [_Layer(unwrap(model), *each, positions, samples) for each in zip(sites, mean_rows, strict=True)]
+    layers = [_LayerOutputs(unwrap(model), *each, positions, samples) for each in zip(sites, mean_rows, strict=True)]
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer in layers:
             layer.hook(stack)
@@ -206,7 +192,7 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
     return HeadOutputs(**sums, hidden_size=layers[0].weight.shape[-1])
 
 
-class _Layer:
+class _LayerOutputs:
     """Sums of one layer, filled batch by batch by hooks around its attention; NaN where a head is not live."""
 
     def __init__(self, model: nn.Module, site: Site, mean_rows: Tensor, positions: Sequence[int], samples: int):

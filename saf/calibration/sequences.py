@@ -90,8 +90,7 @@ def read_sequences(batches: Iterable[Batch]) -> Sequences:
         raise InputError(f"batches is an iterable of batches, such as a list of one; got a bare {shown(batches)}")
     read = [_read_batch(batch) for batch in batches]
     # Sorting is stable: sequences of equal lengths stay in order.
-    tokens = sorted((row for rows, _ in read for row in rows), key=len, reverse=True)
-    targets = sorted((row for _, rows in read for row in rows), key=len, reverse=True)
+    tokens, targets = (sorted((row for batch in read for row in batch[part]), key=len, reverse=True) for part in (0, 1))
     if not tokens:
         raise InputError("calibration needs at least one sequence, got none; an iterator is read once: pass a list")
     if not len(tokens[-1]):
@@ -148,8 +147,8 @@ def _ends(mask: Any, tokens: Tensor) -> list[int]:
 
 def _check_one_document(fields: Mapping[str, Any], ends: list[int]) -> None:
     """Raise InputError for rows of several documents: boundaries in them, or positions that restart."""
-    several, positions = bool({"cu_seq_lens_q", "seq_lengths"} & fields.keys()), fields.get("position_ids")
-    if positions is not None:
+    several = bool({"cu_seq_lens_q", "seq_lengths"} & fields.keys())
+    if (positions := fields.get("position_ids")) is not None:
         rows = torch.as_tensor(positions).cpu().expand(len(ends), -1)
         several |= any(
             not torch.equal(row[:end].long(), torch.arange(end)) for row, end in zip(rows, ends, strict=True)

@@ -123,7 +123,7 @@ def test_calibration_leaves_no_trace():
 def test_attention_that_is_not_finite_is_refused():
     network = model()
     network.blocks[1].attention.q_proj.weight.data[0, 0] = torch.nan
-    with pytest.raises(DivergenceError, match="layer 1 is not finite"):
+    with pytest.raises(DivergenceError, match="layer 1 must be finite"):
         calibrate(network, [tokens()])
 
 

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
-from saf import calibration
+import saf.calibration.capture as memory
 from saf.calibration import COLLECTIONS, calibrate, heads_at_a_time, plan_calibration
-from saf.calibration.capture import capture
+from saf.calibration.capture import capture_layers
 from saf.calibration.measure import Collection, measure_layer
 from saf.errors import InputError
 from saf.heads import HeadSet
@@ -104,7 +104,7 @@ def test_queries_and_keys_take_the_planned_bytes(heads, lower):
     install_(small, HeadSet([(1, 1)]), CompactPattern.from_parameters(*torch.randn(2, 1, 40)))
     with torch.autocast("cpu", torch.bfloat16, enabled=lower), torch.no_grad():
         plan = plan_calibration(small, [ids], heads=heads)
-        captured = capture(adapter_for(small), plan.heads, plan.groups[0], [ids[:2], ids[2:]])
+        captured = capture_layers(adapter_for(small), plan.heads, plan.groups[0], [ids[:2], ids[2:]])
     held = sum(part.untyped_storage().nbytes() for layer in captured.values() for part in layer[:2])
     assert plan.capture_bytes == held
     assert len(plan.groups) == 1
@@ -114,10 +114,10 @@ def test_memory_decides_how_many_layers_and_heads_go_together(monkeypatch):
     small, mean, free = model(torch.float32), 40 * 40 * 4, [0]
     for layers, groups in ((1, [[0], [1], [2]]), (2, [[0, 1], [2]]), (3, [[0, 1, 2]])):
         assert plan_calibration(small, [tokens()], capture_bytes=layers * LAYER).groups == groups
-    monkeypatch.setattr(calibration, "free_bytes", lambda device: free[0])
+    monkeypatch.setattr(memory, "free_bytes", lambda device: free[0])
     for free[0], layers in ((6 * LAYER, 3), (4 * LAYER + 10, 2), (LAYER, 1), (None, 3)):
         assert len(plan_calibration(small, [tokens()]).groups[0]) == layers
-    for free[0], heads in ((6 * mean + 1, 3), (mean, 1), (None, calibration.COLLECT_BYTES // mean)):
+    for free[0], heads in ((6 * mean + 1, 3), (mean, 1), (None, memory.COLLECT_BYTES // mean)):
         assert heads_at_a_time(small, ("mean",), sequences=5, length=40) == heads
     small.blocks[0].register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
     free[0] = LAYER - 1

@@ -210,7 +210,7 @@ def test_heads_of_a_trained_model_reach_their_reference(real_heads):
     pattern, certificate = fit_with_certificate(*target[:2])
     assert (fit_kl(pattern, *target) - real_heads["reference_fit_kl"]).max() < 1e-5
     assert bool(certificate.converged.all())
-    assert pattern.balanced().log_z.abs().max() < 30
+    assert pattern.level().log_z.abs().max() < 30
 
 
 def test_checked_targets_satisfy_all_three_relations_exactly():

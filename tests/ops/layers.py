@@ -163,8 +163,8 @@ def rebuilding(pattern: CompactPattern, backend: str, length: int) -> Tensor | f
     """
     if backend != "fused":
         return 0.0
-    balanced, position = pattern.balanced(), torch.arange(length, device=pattern.alpha.device)
-    alpha, rho, log_z = (x[..., :length].abs() for x in (balanced.alpha, balanced.rho, balanced.log_z))
+    level, position = pattern.level(), torch.arange(length, device=pattern.alpha.device)
+    alpha, rho, log_z = (x[..., :length].abs() for x in (level.alpha, level.rho, level.log_z))
     lag = (position[:, None] - position).clamp(min=0)
     return UNIT[torch.float32] * (2 * (alpha[..., None, :] + rho[..., lag] + log_z[..., :, None]) + 4)
 

@@ -13,7 +13,6 @@ from saf.patterns import (
     TrainablePattern,
     pattern_for_each_head,
     pattern_from_state,
-    trained_logits,
 )
 
 COMPACT = CompactPattern.from_parameters(
@@ -65,12 +64,12 @@ def test_dense_is_equation_3(length):
     c=st.floats(-1, 1),
     seed=st.integers(0, 2**31),
 )
-def test_gauges_of_one_pattern_share_their_canonical_and_balanced_form(length, a, b, c, seed):
+def test_gauges_of_one_pattern_share_their_canonical_and_level_form(length, a, b, c, seed):
     pattern = random_pattern(length, seed=seed)
     position = torch.arange(length, dtype=torch.float64)
     moved = CompactPattern.from_parameters(pattern.alpha + a + c * position, pattern.rho + b + c * position)
     same(moved.dense(), pattern.dense())
-    for form in (CompactPattern.canonical, CompactPattern.balanced):
+    for form in (CompactPattern.canonical, CompactPattern.level):
         changed = form(pattern)
         for name in ("alpha", "rho", "log_z"):
             same(getattr(form(moved), name), getattr(changed, name))
@@ -95,12 +94,12 @@ def test_canonical_alpha_has_no_slope_and_ignores_sinks():
 
 
 @pytest.mark.parametrize("slope", [0.25, -0.25])
-def test_balanced_log_z_is_level_for_rising_and_falling_rho(slope):
+def test_log_z_is_level_for_rising_and_falling_rho(slope):
     rho = slope * torch.arange(4096, dtype=torch.float64)
-    balanced = CompactPattern.from_parameters(torch.zeros(4096, dtype=torch.float64), rho).balanced()
-    assert balanced.log_z.max() - balanced.log_z.min() < 10
-    assert balanced.log_z.abs().max() < 60
-    assert balanced.alpha.max() == balanced.rho.max() == 0
+    level = CompactPattern.from_parameters(torch.zeros(4096, dtype=torch.float64), rho).level()
+    assert level.log_z.max() - level.log_z.min() < 10
+    assert level.log_z.abs().max() < 60
+    assert level.alpha.max() == level.rho.max() == 0
 
 
 def test_rounding_recomputes_the_normaliser():
@@ -155,7 +154,6 @@ def test_a_list_may_mix_kinds_and_batches():
     batch = CompactPattern.stack([COMPACT, COMPACT])
     singles = pattern_for_each_head([batch, *SINGLES.values()])
     assert [single.kind for single in singles] == ["compact", "compact", *SINGLES]
-    assert [logits.shape for logits in trained_logits(singles)] == [(6,), (6,)]
     with pytest.raises(InputError, match="one leading dimension"):
         CompactPattern.stack([batch, batch]).singles()
 

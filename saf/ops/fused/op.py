@@ -321,7 +321,7 @@ def fused_tables(
     """
     length = patterns[0].length
     forms = [pattern.compact() for pattern in patterns]
-    compact = [form.to(device=device, dtype=torch.float64).balanced() for form in forms if form is not None]
+    compact = [form.to(device=device, dtype=torch.float64).level() for form in forms if form is not None]
     dense = [p.dense().to(device=device, dtype=dtype) for p, form in zip(patterns, forms, strict=True) if form is None]
     empty = torch.zeros(0, length, dtype=torch.float64, device=device)
     alpha, rho, log_z = (

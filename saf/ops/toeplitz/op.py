@@ -53,8 +53,8 @@ class Toeplitz(Backend):
         logits = None
         if compact:
             stacked = [pattern.to(dtype=torch.float64, device=device) for pattern in compact.values()]
-            balanced = CompactPattern.stack(stacked).balanced()
-            logits = balanced.alpha, balanced.rho
+            level = CompactPattern.stack(stacked).level()
+            logits = level.alpha, level.rho
         return {dtype: _tables(patterns, tuple(compact), logits, dtype, device, kv_head) for dtype in dtypes}
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
@@ -85,7 +85,7 @@ def _tables(
     patterns: Sequence[Pattern], compact: tuple[int, ...], logits: tuple[Tensor, Tensor] | None, dtype: torch.dtype,
     device: torch.device, kv_head: ValueHeads,
 ) -> Tables:  # fmt: skip
-    """Return the tables of one dtype; `logits` are alpha and rho `[C, T]` of the slots in `compact`, balanced."""
+    """Return the tables of one dtype; `logits` are alpha and rho `[C, T]` of the slots in `compact`, level."""
     tables: Tables = {}
     convolved: tuple[int, ...] = ()
     if logits is not None:
