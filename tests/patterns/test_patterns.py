@@ -164,7 +164,7 @@ W = random_pattern(4).dense()
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: CompactPattern.from_parameters(W[0], W[0, :3]), InputError, r"alpha \[4\] and rho \[3\]"),
+        (lambda: CompactPattern.from_parameters(W[0], W[0, :3]), InputError, r"'alpha': \[4\], 'rho': \[3\]"),
         (lambda: CompactPattern.from_parameters(W[0], W[0].log()), InputError, "rho must be .* finite"),
         (lambda: CompactPattern.from_parameters(W[0].long(), W[0].long()), InputError, "floating"),
         (lambda: CompactPattern.from_parameters(W[:, :0], W[:, :0]), InputError, "T >= 1"),
