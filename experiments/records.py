@@ -23,7 +23,7 @@ from saf.models.adapter import adapter_for, find_rows
 from saf.records.files import write_json
 from saf.records.result import read_result
 from saf.records.run import RecordedRun
-from saf.tasks.multiple_choice import read_answers
+from saf.tasks.base import answers_of_run
 from saf.tasks.text import read_evaluation
 
 Record = Mapping[str, Any]
@@ -56,8 +56,8 @@ def complete_record(folder: Path, experiment: Mapping[str, Any]) -> None:
         extra["fits"] = fits
     if run.edited_heads:
         extra["checks"] = check_heads(run)
-    if "answers_sha256" in result:
-        answers = read_answers(run)
+    if "questions" in result:
+        ((_, answers),) = answers_of_run(run).values()
         questions = json.dumps([(each["id"], each["answer"]) for each in answers])
         extra["questions_hash"] = hashlib.sha256(questions.encode()).hexdigest()
         extra["right"] = [int(each["right"]) for each in answers]

@@ -18,14 +18,13 @@ import torch
 from saf.errors import CompareError, InputError, SafError, SafWarning
 from saf.heads import EDITED
 from saf.machine import untimed_updates
-from saf.paired import RESAMPLES, delta_of_windows, paired_tasks, paired_tests
+from saf.paired import RESAMPLES, delta_of_windows, paired_tasks
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.result import result_header
 from saf.records.run import RecordedRun, heads_in_words
 from saf.records.table import Table, byte_size, change_percent, number, seconds, signed
-from saf.tasks.base import PARENT
-from saf.tasks.mqar import GATE, read_recall
-from saf.tasks.multiple_choice import read_answers
+from saf.tasks.base import PARENT, answers_of_run
+from saf.tasks.mqar import GATE
 from saf.tasks.text import EVALUATION, read_evaluation
 from saf.tasks.zero_shot import ZERO_SHOT_FILES, choices_table, read_zero_shot
 
@@ -54,7 +53,7 @@ def compare_runs(
 
     Runs of text give delta-PPL with its interval, update times and memory. `update_time_ratio` is ordinary / frozen, of
     separate processes: above 1 the frozen arm is faster; `update_time_caveat` says why it is unclear, "" where it is
-    clear. Runs finetuned on questions give what `paired_tasks` returns, runs of recall what `paired_tests` returns.
+    clear. Runs finetuned on questions, and runs of recall, give what `paired_tasks` returns.
 
     Raises CompareError for runs that differ in more than the freezing (`allow_differences` allows all but other windows
     or questions), InputError for one that has not ended or whose files are not those of its result.
@@ -63,8 +62,7 @@ def compare_runs(
     results, measures = [run.finished_result() for run in pair], [_measure(run) for run in pair]
     if measures[0] != measures[1]:
         raise InputError(f"both runs must be measured alike, got {' and '.join(measures)}")
-    (measure, _), (one, other), options = measures, pair, {"resamples": resamples, "seed": seed}
-    of_text = measure == "perplexity"
+    (one, other), options, of_text = pair, {"resamples": resamples, "seed": seed}, measures[0] == "perplexity"
     if of_text and other.arm == "ordinary":
         raise CompareError(f"{other.folder} froze or pruned no heads; name the ordinary arm first, the other second")
     settings, folders = {"allow_differences": allow_differences, **options}, [run.folder for run in pair]
@@ -78,11 +76,8 @@ def compare_runs(
         peaks = (result.get("peak_memory_bytes") for result in results)
         record |= {f"peak_memory_{arm}": peak for arm, peak in zip(_PAIR, peaks, strict=True)}
         record["update_time_caveat"] = speed_caveat(record)
-    elif measure == "answers":
-        answered = ((result | {"labels": ()}, read_answers(run)) for result, run in zip(results, pair, strict=True))
-        record |= paired_tasks(*({"answers": task} for task in answered))
     else:
-        record |= _recall_change(one, other)
+        record |= paired_tasks(*map(answers_of_run, pair))
     # Recall is judged by the ordinary arm alone: the frozen one may have lost it by the freezing.
     reasons = [unlearnt_reason(result) for result in (results if of_text else results[:1])]
     record["not_learnt"] = "; ".join(f"{arm}: {why}" for arm, why in zip(ARMS, reasons, strict=False) if why) or None
@@ -103,7 +98,7 @@ def unlearnt_reason(result: Mapping[str, Any]) -> str | None:
 
 def _measure(run: RecordedRun) -> str:
     result = run.finished_result()
-    return "answers" if "answers_sha256" in result else "recall" if "recall" in result else "perplexity"
+    return "recall" if "recall" in result else "accuracy" if "answers_sha256" in result else "perplexity"
 
 
 def _header(
@@ -131,15 +126,6 @@ def _perplexity_change(*pair: RecordedRun, resamples: int, seed: int) -> Record:
     if one["windows_hash"] != other["windows_hash"]:
         raise CompareError("both arms must be evaluated on the same windows, got different windows")
     return delta_of_windows(losses, frozen_losses, resamples=resamples, seed=seed)
-
-
-def _recall_change(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
-    """Compare the tests that both runs have; their lengths and numbers of pairs may differ, no other query may."""
-    of_queries = ("vocabulary", "power", "random_fill", "test_examples")
-    left, right = ((run.config.get("data") or {}).get("mqar") or {} for run in (ordinary, frozen))
-    if lines := _difference_lines(left, right, of_queries):
-        raise CompareError(f"the runs were tested on different queries ({'; '.join(lines)}); test both on the same")
-    return paired_tests(read_recall(ordinary), read_recall(frozen))
 
 
 def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:

@@ -98,69 +98,52 @@ Tasks = Mapping[str, tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]]
 
 
 def paired_tasks(ordinary: Tasks, frozen: Tasks) -> dict[str, Any]:
-    """Compute the paired change of each task, with p-values corrected over tasks (`p_holm`), and the mean change."""
+    """Compute the paired change of each task that both models answered, as `paired_answers` does, and the mean change.
+
+    Questions have p-values corrected over tasks, too (`p_holm`). Raises CompareError where no task is of both.
+    """
     tasks: dict[str, Any] = {}
-    for name, (one, answers) in ordinary.items():
-        other, others = frozen[name]
-        tasks[name] = {key: one[key] for key in ("questions", "labels", "answers")}
-        tasks[name] |= {key: [one[key], other[key]] for key in ("accuracy", "taken")}
+    for name in [name for name in ordinary if name in frozen]:
+        (one, answers), (other, others) = ordinary[name], frozen[name]
+        tasks[name] = {key: one[key] for key in ("labels", "answers") if key in one}
+        tasks[name] |= {key: [one[key], other[key]] for key in ("accuracy", "taken") if key in one}
         tasks[name] |= paired_answers(answers, others)
-    corrected = holm([task["p_value"] for task in tasks.values()])
-    for task, value in zip(tasks.values(), corrected, strict=True):
-        task["p_holm"] = value
-    return _with_mean(tasks)
-
-
-def paired_tests(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compute the paired change of each test that both models have, and the mean change, in shares of queries."""
-    first, second = ({(test["length"], test["pairs"]): test for test in tests} for tests in (ordinary, frozen))
-    tasks = {}
-    for length, pairs in [key for key in first if key in second]:
-        one, other = first[length, pairs], second[length, pairs]
-        facts = {"questions": one["queries"], "accuracy": [one["accuracy"], other["accuracy"]]}
-        change = paired_hits(one["hits"], other["hits"], pairs)  # an example has a query for each pair
-        tasks[f"{length:,} tokens, {pairs} pairs"] = facts | change
     if not tasks:
-        raise CompareError(f"the runs share no test of recall: one has {sorted(first)}, the other {sorted(second)}")
-    return _with_mean(tasks)
-
-
-def _with_mean(tasks: dict[str, Any]) -> dict[str, Any]:
+        raise CompareError(f"both models must answer the same tasks, got {list(ordinary)} and {list(frozen)}")
+    tested = [task for task in tasks.values() if "p_value" in task]
+    for task, value in zip(tested, holm([task["p_value"] for task in tested]), strict=True):
+        task["p_holm"] = value
     return {"tasks": tasks, "mean_difference": math.fsum(task["difference"] for task in tasks.values()) / len(tasks)}
 
 
 def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Compare two models' answers (`saf.tasks.base`) to the same questions, as `paired_hits` does.
-
-    `p_value` is McNemar's, exact. Raises CompareError for other questions.
-    """
-    questions = [[(record["id"], record["answer"]) for record in records] for records in (ordinary, frozen)]
-    if questions[0] != questions[1]:
-        counts = " and ".join(str(len(each)) for each in questions)
-        raise CompareError(f"both models must answer the same questions, got different questions ({counts})")
-    before, after = ([int(record["right"]) for record in records] for records in (ordinary, frozen))
-    change = paired_hits(before, after)
-    return {**change, "p_value": mcnemar(change["gained"], change["lost"])}
-
-
-def paired_hits(ordinary: Sequence[int], frozen: Sequence[int], queries: int = 1) -> dict[str, Any]:
-    """Compare the queries that two models answer rightly in the same examples, each of so many `queries`.
+    """Compare two models' answers (`saf.tasks.base`) to the same questions, or examples with several queries each.
 
     `difference` is the second model's accuracy minus the first's, with its standard error and 95% interval over
     examples, paired: queries of one example may go together. `gained` and `lost` count the examples in which the second
-    model answers more, or fewer.
+    model answers more, or fewer. `p_value`, of questions alone, is McNemar's, exact. Raises CompareError for other
+    questions.
     """
-    changes = [(b - a) / queries for a, b in zip(ordinary, frozen, strict=True)]
+    queries = [record.get("queries", 1) for record in ordinary]
+    questions = [[(record["id"], record.get("answer")) for record in records] for records in (ordinary, frozen)]
+    if questions[0] != questions[1]:
+        counts = " and ".join(str(len(each)) for each in questions)
+        raise CompareError(f"both models must answer the same questions, got different questions ({counts})")
+    pairs = zip(ordinary, frozen, queries, strict=True)
+    changes = [(int(after["right"]) - int(before["right"])) / several for before, after, several in pairs]
     count, gain, squares = len(changes), math.fsum(changes), math.fsum(change**2 for change in changes)
     # Half a unit more that is gained, half that is lost, one unchanged (Agresti and Min, 2005): where few or none
     # change, the plain interval is too narrow, or has no width at all.
     middle, reach = gain / (count + 2), 1.96 * _standard_error(squares + 1, gain, count + 2)
+    gained, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
     return {
+        "questions": sum(queries),
         "difference": gain / count,
         "standard_error": _standard_error(squares, gain, count),
         "ci95": [middle - reach, middle + reach],
-        "gained": sum(change > 0 for change in changes),
-        "lost": sum(change < 0 for change in changes),
+        "gained": gained,
+        "lost": lost,
+        **({"p_value": mcnemar(gained, lost)} if set(queries) == {1} else {}),
     }
 
 

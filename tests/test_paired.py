@@ -14,7 +14,6 @@ from saf.paired import (
     holm,
     mcnemar,
     paired_answers,
-    paired_hits,
 )
 
 
@@ -115,13 +114,15 @@ def test_the_interval_of_many_changes_is_that_of_their_standard_error():
         paired_answers(ordinary, frozen[:-1])
 
 
-def test_hits_are_over_examples_whose_queries_may_go_together():
+def test_intervals_are_over_examples_whose_queries_may_go_together():
     """With one query an example they equal questions; four queries that change together say no more than one."""
     hits = [[1, 1, 1, 0, 0, 0, 1, 0, 1, 1], [1, 0, 0, 0, 0, 1, 1, 0, 0, 1]]
-    expected, fourfold = paired_answers(*map(answered, hits)), [[4 * hit for hit in each] for each in hits]
-    for change in (paired_hits(*hits), paired_hits(*fourfold, 4)):
-        assert change["ci95"] == pytest.approx(expected["ci95"])
-        assert (change["gained"], change["lost"]) == (expected["gained"], expected["lost"]) == (1, 3)
+    expected = paired_answers(*map(answered, hits))
+    fourfold = ([{"id": n, "right": 4 * hit, "queries": 4} for n, hit in enumerate(each)] for each in hits)
+    change = paired_answers(*fourfold)
+    assert change["ci95"] == pytest.approx(expected["ci95"])
+    assert (change["gained"], change["lost"]) == (expected["gained"], expected["lost"]) == (1, 3)
+    assert (change["questions"], "p_value" in change) == (40, False)
 
 
 def test_p_values_are_those_computed_by_hand():

@@ -36,9 +36,9 @@ from saf.paired import delta_of_windows, paired_tasks
 from saf.records.files import read_json, to_json, write_json
 from saf.records.table import Part, Table, percent, signed
 from saf.selection import budget
-from saf.tasks.base import precision_in_use
+from saf.tasks.base import TaskAnswers, precision_in_use
 from saf.tasks.text import evaluate_perplexity, read_evaluation
-from saf.tasks.zero_shot import ZERO_SHOT, TaskAnswers, TaskName, TooLong, counts_text
+from saf.tasks.zero_shot import ZERO_SHOT, TaskName, TooLong, counts_text
 
 LENGTH = 2_048
 """Default tokens of a calibration sequence: longer than the tasks' longest questions, and the length of the paper's

@@ -23,8 +23,8 @@ from torch import nn
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.models.adapter import longest_input
 from saf.opening import Encoder, OpenedModel
-from saf.tasks.base import Continuation, likelihoods
-from saf.tasks.zero_shot import ZERO_SHOT, TaskAnswers, TaskName, TooLong, read_questions
+from saf.tasks.base import Continuation, TaskAnswers, likelihoods
+from saf.tasks.zero_shot import ZERO_SHOT, TaskName, TooLong, read_questions, task_answers
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation as text, then each as tokens."""
@@ -62,7 +62,7 @@ def answer_tasks(
         with _quiet():
             output: Any = evaluate(lm=lm, task_dict=task_dict, limit=questions, bootstrap_iters=0)
         choices = tasks[name].config.doc_to_choice
-        answers[name] = TaskAnswers.of(
+        answers[name] = task_answers(
             [_answer(sample, lm.cut) for sample in output["samples"][name]],
             labels=choices if isinstance(choices, list) else [],
             version=f"lm-eval {lm_eval.__version__}, task version {tasks[name].VERSION}",

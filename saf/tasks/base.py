@@ -26,6 +26,8 @@ from saf.machine import Execution, autocast, resolve_precision
 from saf.models import GPT
 from saf.models.adapter import Adapter, language_model, longest_input, unwrap
 from saf.ops import FrozenHeads
+from saf.records.files import check_file, file_hash, read_lines, write_lines
+from saf.records.run import RecordedRun
 
 NO_TARGET = -100
 """The target of a token that is left out of the loss."""
@@ -41,8 +43,11 @@ Its `id`, the numbers of the right choice (`answer`) and of the one taken (`take
 (`right`), whether the context was cut to fit (`shortened`), and the log-probability of each choice in nats, summed over
 its tokens (`log_probs`). Questions that a run trained for also have the number of tokens of the right choice
 (`answer_tokens`). Some zero-shot tasks have `right_norm`: whether the right choice has the highest log-probability a
-character.
+character. An example of associative recall has an `id`, how many of its `queries` are answered rightly (`right`), and
+no choices.
 """
+ANSWERS = "answers.jsonl"
+"""Name of a run's file of answers, a line a question."""
 In = TypeVar("In")
 Out = TypeVar("Out")
 
@@ -325,3 +330,36 @@ def summary(answers: Sequence[Answer]) -> dict[str, Any]:
         "taken": {str(number): counts["taken"][number] for number in numbers},
         "shortened": sum(each["shortened"] for each in answers),
     }
+
+
+# --- answers on the disk
+
+
+class TaskAnswers(NamedTuple):
+    """A model's answers to one task."""
+
+    record: Mapping[str, Any]
+    """The summary of the answers, and facts about the task."""
+    answers: Sequence[Answer]
+
+
+def write_answers(path: Path, tasks: Mapping[str, Sequence[Answer]]) -> str:
+    """Write the answers of all tasks, a line each with the task's name; return the file's SHA-256."""
+    return file_hash(write_lines(path, [{"task": name, **each} for name, answers in tasks.items() for each in answers]))
+
+
+def read_answers(path: Path, records: Mapping[str, Mapping[str, Any]], sha256: str | None) -> dict[str, TaskAnswers]:
+    """Read the answers to the tasks of some records; raise InputError for a file that is not the one of the hash."""
+    check_file(path, sha256=sha256)
+    lines = read_lines(path)
+    return {
+        name: TaskAnswers(record, [line for line in lines if line["task"] == name]) for name, record in records.items()
+    }
+
+
+def answers_of_run(run: RecordedRun) -> dict[str, TaskAnswers]:
+    """Read a finished run's answers by task, or by test of recall; raise InputError where its file was changed."""
+    result = run.finished_result()
+    tests = result["recall"]["tests"] if "recall" in result else [result | {"task": run.config["data"]["task"]}]
+    records = {test["task"]: test for test in tests}
+    return read_answers(run.folder / ANSWERS, records, result["answers_sha256"])

@@ -22,16 +22,11 @@ from torch.nn import functional as F
 from saf.data.loader import generator
 from saf.distributed import on_rank0
 from saf.errors import DivergenceError, InputError
-from saf.machine import Execution, device_name
+from saf.machine import Execution
 from saf.models import GPT
-from saf.records.files import read_json, write_json
-from saf.records.result import result_header
-from saf.records.run import RecordedRun
 from saf.records.table import Table
-from saf.tasks.base import NO_TARGET, Task, run_batches
+from saf.tasks.base import ANSWERS, NO_TARGET, Answer, Task, run_batches, write_answers
 
-RECALL = "recall.json"
-"""Name of the file of accuracies by test in a run's folder."""
 GATE = 0.8
 """The paper compares arms only where the ordinary one answers this share of the development queries."""
 TEST_SEED = 800_001
@@ -190,21 +185,21 @@ class MQARTask(Task):
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
         """Return the loss at the queries of the first development sequences, nats per query."""
         count = min(self.controller_count(batches), self.mqar.development)
-        return self._answers(model, execution, Stream.DEVELOPMENT, count)["loss"]
+        return self._answers(model, execution, Stream.DEVELOPMENT, count)[0]["loss"]
 
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
     ) -> dict[str, Any]:
-        """Return loss and accuracy by test, and write recall.json with the hits of every example."""
-        development = self._answers(model, execution, Stream.DEVELOPMENT, self.mqar.development)
-        tests = [
-            self._answers(model, execution, Stream.TEST, self.mqar.test_examples, *test) for test in self.mqar.tests
-        ]
-        device = device_name(execution.device)
-        head = result_header("recall", self.mqar.to_dict(), device=device, checkpoints=checkpoints)
-        on_rank0(lambda: write_json(folder / RECALL, {**head, "development": development, "tests": tests}))
-        short = {"development": without_hits(development), "tests": list(map(without_hits, tests))}
-        return {"report_loss": development["loss"], "recall": short}
+        """Return loss and accuracy by test, and write the queries that are answered in each example."""
+        development, _ = self._answers(model, execution, Stream.DEVELOPMENT, self.mqar.development)
+        count = self.mqar.test_examples
+        tests = [self._answers(model, execution, Stream.TEST, count, *test) for test in self.mqar.tests]
+        answers = {test["task"]: each for test, each in tests}
+        return {
+            "report_loss": development["loss"],
+            "recall": {"development": development, "tests": [test for test, _ in tests]},
+            "answers_sha256": on_rank0(lambda: write_answers(folder / ANSWERS, answers)),
+        }
 
     def description(self) -> dict[str, Any]:
         return {"folder": None, "fingerprint": self.fingerprint, "tokenizer": None, "mqar": self.mqar.to_dict()}
@@ -218,13 +213,16 @@ class MQARTask(Task):
 
     def _answers(
         self, model: GPT, execution: Execution, stream: Stream, count: int, length: int = 0, pairs: int = 0
-    ) -> dict[str, Any]:
-        """Answer `count` fixed examples, by default of training's length and pairs."""
+    ) -> tuple[dict[str, Any], list[Answer]]:
+        """Answer `count` fixed examples, by default of training's length and pairs; return the summary, and each."""
         length, pairs = length or self.length, pairs or self.mqar.pairs
         size = TEST_BATCH if stream is Stream.TEST else self.settings.batch_size
-        examples = self._fixed(stream, count, length, pairs)
-        answers = answer_queries(model, *examples, batch_size=size, precision=execution.precision)
-        return {"length": length, "pairs": pairs, **answers}
+        inputs, targets = self._fixed(stream, count, length, pairs)
+        record = answer_queries(model, inputs, targets, batch_size=size, precision=execution.precision)
+        ids = [hashlib.sha256(row.numpy().astype("<i8").tobytes()).hexdigest()[:16] for row in inputs]
+        hits = zip(ids, record.pop("hits"), strict=True)
+        answers: list[Answer] = [{"id": each, "right": hit, "queries": pairs} for each, hit in hits]
+        return {"task": f"{length:,} tokens, {pairs} pairs", "length": length, "pairs": pairs, **record}, answers
 
 
 # --- answers
@@ -260,19 +258,6 @@ def answer_queries(
         raise DivergenceError(f"the loss at queries is {loss}: the model's outputs are not finite")
     record = {"accuracy": int(hits.sum()) / count, "loss": loss, "examples": len(hits), "queries": count}
     return {**record, "hits": hits.tolist()}
-
-
-def without_hits(test: Mapping[str, Any]) -> dict[str, Any]:
-    """The record of a test as result.json holds it, without the answers to every example."""
-    return {name: value for name, value in test.items() if name != "hits"}
-
-
-def read_recall(run: RecordedRun) -> list[dict[str, Any]]:
-    """Read a finished run's tests with the hits of every example; InputError for other answers than the result's."""
-    tests = read_json(run.folder / RECALL)["tests"]
-    if list(map(without_hits, tests)) != run.finished_result()["recall"]["tests"]:
-        raise InputError(f"{run.folder / RECALL} holds other answers than result.json; restore it")
-    return tests
 
 
 def recall_tables(result: Mapping[str, Any]) -> list[Table]:

@@ -27,12 +27,9 @@ from saf.distributed import on_rank0
 from saf.errors import DataError, InputError, SafWarning, check_name
 from saf.machine import Execution
 from saf.models import GPT
-from saf.records.files import check_file, file_hash, read_lines, write_lines
-from saf.records.run import RecordedRun, absolute_path
-from saf.tasks.base import NO_TARGET, Answer, Continuation, Task, likelihoods, summary
+from saf.records.run import absolute_path
+from saf.tasks.base import ANSWERS, NO_TARGET, Answer, Continuation, Task, likelihoods, summary, write_answers
 
-ANSWERS = "answers.jsonl"
-"""Name of a finetuned run's file of answers, a line a question."""
 PATHS = ("test", "tokenizer")
 """Fields of `FinetuneSettings` that name files; a fingerprint covers their contents wherever they lie."""
 Record = dict[str, Any]
@@ -229,7 +226,7 @@ class FinetuneTask(Task):
             "judged_by": self.own.judge,
             **summary(answers),
             "left_out": {role: {why: len(ids) for why, ids in own.items()} for role, own in self.left_out.items()},
-            "answers_sha256": on_rank0(lambda: file_hash(write_lines(folder / ANSWERS, answers))),
+            "answers_sha256": on_rank0(lambda: write_answers(folder / ANSWERS, {self.name: answers})),
         }
 
     def description(self) -> dict[str, Any]:
@@ -252,12 +249,6 @@ def answer_loss(answers: Sequence[Answer]) -> float:
     """Average the loss of the tokens of right choices, nats per token."""
     total = -math.fsum(each["log_probs"][each["answer"]] for each in answers)
     return total / sum(each["answer_tokens"] for each in answers)
-
-
-def read_answers(run: RecordedRun) -> list[dict[str, Any]]:
-    """Read a finished run's answers; raise InputError where the file is not the one that its result names."""
-    check_file(run.folder / ANSWERS, sha256=run.finished_result()["answers_sha256"])
-    return read_lines(run.folder / ANSWERS)
 
 
 # --- files of examples

@@ -11,10 +11,10 @@ from typing import Any, Literal, NamedTuple
 
 from saf.data.reading import read_records, text_lines
 from saf.errors import DataError
-from saf.records.files import check_file, entries_hash, file_hash, read_lines, write_json, write_lines
+from saf.records.files import entries_hash, file_hash, write_json
 from saf.records.result import read_result, result_header
 from saf.records.table import Table
-from saf.tasks.base import Answer, summary
+from saf.tasks.base import Answer, TaskAnswers, read_answers, summary, write_answers
 
 Record = dict[str, Any]
 TooLong = Literal["refuse", "cut"]
@@ -136,20 +136,12 @@ number of the 570 of validation."""
 # --- the record of an evaluation
 
 
-class TaskAnswers(NamedTuple):
-    """A model's answers to one task."""
-
-    record: Mapping[str, Any]
-    """The summary of the answers, and facts about the task."""
-    answers: Sequence[Answer]
-
-    @classmethod
-    def of(cls, answers: Sequence[Answer], **facts: Any) -> "TaskAnswers":
-        """Summarise answers; `facts` are a task's `version`, the `source` of its questions, and `labels` of choices."""
-        record = {**facts, **summary(answers)}
-        if all("right_norm" in answer for answer in answers):
-            record["accuracy_norm"] = sum(answer["right_norm"] for answer in answers) / len(answers)
-        return cls(record, answers)
+def task_answers(answers: Sequence[Answer], **facts: Any) -> TaskAnswers:
+    """Summarise answers; `facts` are a task's `version`, the `source` of its questions, and `labels` of choices."""
+    record = {**facts, **summary(answers)}
+    if all("right_norm" in answer for answer in answers):
+        record["accuracy_norm"] = sum(answer["right_norm"] for answer in answers) / len(answers)
+    return TaskAnswers(record, answers)
 
 
 def zero_shot_record(
@@ -167,8 +159,8 @@ def zero_shot_record(
     records = {name: record for name, (record, _) in tasks.items()}
     written = {**result_header("zero_shot", settings, **header), **facts, "tasks": records}
     if out is not None:
-        lines = [{"task": name, **answer} for name, (_, answers) in tasks.items() for answer in answers]
-        written["answers_sha256"] = file_hash(write_lines(out / ZERO_SHOT_FILES[1], lines))
+        answers = {name: answers for name, (_, answers) in tasks.items()}
+        written["answers_sha256"] = write_answers(out / ZERO_SHOT_FILES[1], answers)
         write_json(out / ZERO_SHOT_FILES[0], written)
     return written
 
@@ -177,12 +169,7 @@ def read_zero_shot(folder: Path | str) -> tuple[dict[str, Any], dict[str, TaskAn
     """Read an evaluation's record, and its answers by task; raise InputError for a file missing or damaged."""
     table, answers = (Path(folder) / name for name in ZERO_SHOT_FILES)
     record = read_result(table)
-    check_file(answers, sha256=record.get("answers_sha256"))
-    lines = read_lines(answers)
-    return record, {
-        name: TaskAnswers(task, [line for line in lines if line["task"] == name])
-        for name, task in record["tasks"].items()
-    }
+    return record, read_answers(answers, record["tasks"], record.get("answers_sha256"))
 
 
 def zero_shot_tables(record: Mapping[str, Any]) -> list[Table]:
@@ -205,7 +192,7 @@ def choices_table(tasks: Mapping[str, Mapping[str, Any]], taken: Mapping[str, Ma
     rows = []
     for name, task in tasks.items():
         counts = (task["answers"], *(of[name] for of in taken.values()))
-        rows.append([name, *(counts_text(each, task["labels"]) for each in counts)])
+        rows.append([name, *(counts_text(each, task.get("labels", ())) for each in counts)])
     return Table.of("How often each choice is right, and is taken", ["task", "right", *taken], rows)
 
 

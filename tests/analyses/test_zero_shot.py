@@ -21,7 +21,7 @@ from saf.opening import Encoder
 from saf.records.files import to_json
 from saf.records.result import read_result
 from saf.records.table import markdown_of
-from saf.tasks.zero_shot import TaskAnswers
+from saf.tasks.base import TaskAnswers
 from tests.tasks.zero_shot_files import write_tasks
 from tests.transformers_models import make
 

@@ -12,7 +12,7 @@ from saf.compare import unlearnt_reason
 from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.machine import Execution
 from saf.models import GPT, preset
-from saf.records.files import read_json
+from saf.records.files import read_lines
 from saf.tasks import TASKS, MQARSettings, MQARTask
 from saf.tasks.mqar import Stream, answer_queries
 from saf.train import TrainConfig
@@ -148,9 +148,10 @@ def test_the_report_has_every_test_and_the_gate(task, model, tmp_path):
     assert "the task is not learnt" in unlearnt_reason(report)
     tests = [(one["length"], one["pairs"], one["queries"]) for one in report["recall"]["tests"]]
     assert tests == [(24, 4, 24), (32, 3, 18)]
-    written = read_json(tmp_path / "recall.json")
-    assert [len(one["hits"]) for one in written["tests"]] == [6, 6]
-    assert written["tests"][0]["accuracy"] == report["recall"]["tests"][0]["accuracy"]
+    written = read_lines(tmp_path / "answers.jsonl")
+    own = [[one["right"] for one in written if one["task"] == test["task"]] for test in report["recall"]["tests"]]
+    assert list(map(len, own)) == [6, 6]
+    assert sum(own[0]) / 24 == report["recall"]["tests"][0]["accuracy"]
     # An untrained model knows nothing: every one of 64 tokens is as likely.
     assert report["report_loss"] == pytest.approx(math.log(64), abs=0.3)
     assert task.controller_loss(model, execution, batches=4) == report["report_loss"]

@@ -10,10 +10,10 @@ from saf.errors import CompareError, DataError, InputError
 from saf.records.table import markdown_of
 from saf.tasks.zero_shot import (
     ZERO_SHOT,
-    TaskAnswers,
     read_questions,
     read_zero_shot,
     split_context,
+    task_answers,
     zero_shot_record,
     zero_shot_tables,
 )
@@ -105,7 +105,7 @@ FROZEN = ORDINARY | {"frozen": 1}
 def evaluation(folder, *, longest: int = 8, precision: str = "fp32", of: dict = FROZEN, checkpoints=None, **tasks):
     labels = {"sst2": ("negative", "positive")}
     answered = {
-        name: TaskAnswers.of(each, labels=list(labels.get(name, ())), version="1") for name, each in tasks.items()
+        name: task_answers(each, labels=list(labels.get(name, ())), version="1") for name, each in tasks.items()
     }
     head = {"out": folder, "checkpoints": checkpoints}
     return zero_shot_record(answered, {}, facts={"longest": longest, "precision": precision, "of": of}, **head)
