@@ -204,8 +204,10 @@ class FreezeReport:
             span = " to ".join(dict.fromkeys(number(score, 3) for score in (min(scores), max(scores))))
             worst = [f"{max(kl for (at, _), kl in fit_kl.items() if at == layer):.4f}"] if fit_kl else []
             rows.append([layer, " ".join(map(str, chosen)), span, *worst])
-        skipped = len(self.rejected)
-        notes = [f"{skipped} skipped: their fits are worse than {self._limit} nats"] if skipped else []
+        notes = []
+        if fit_kl or self.rejected:
+            stay = f", above which {len(self.rejected)} heads stay live" if self.rejected else ""
+            notes.append(f"limit of a fit: {self._limit} nats{stay}")
         if self.exponential:
             notes.append(exponential_words(self.to_dict()["exponential"]))
         if (joint := self.joint_cost) is not None:
@@ -219,7 +221,7 @@ class FreezeReport:
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         notes.append(f"{sum(self.seconds.values()):.2f} s ({parts})")
         columns = ["layer", f"{self.kind} heads (numbers)", f"{self.config['score']} ({self.kind})"]
-        columns += [f"worst fit, nats (limit {self._limit})"] * bool(fit_kl)
+        columns += ["worst fit, nats"] * bool(fit_kl)
         return Table.of(self.summary, columns, rows, notes=["; ".join(notes)])
 
     def __repr__(self) -> str:

@@ -1,4 +1,4 @@
-"""The paired protocol of every speed benchmark: how arms are timed, compared and recorded.
+"""The paired protocol of every speed benchmark: how arms are timed (`compare`), and what a record says (`Session`).
 
 A baseline and an arm take turns (AB BA AB BA). The speedup is the median of the ratios within pairs, the baseline's
 time over the arm's: above 1 the arm is faster. Clocks that drift slowly cancel within a pair. A control, a second
@@ -13,8 +13,6 @@ A record is one JSON object with the header of every result (`saf.records.result
     memory              peak memory of each arm in a process of its own: `point`, `arm`, `bytes`, `change_percent`
     kernels             the kernels that one pass of each arm ran, and whether the pinned one is among them
     left_out            `what` was not measured, and `why`
-
-Below: what is compared, `compare`, the record, timed blocks, kernels.
 """
 
 import gc
@@ -26,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -47,9 +45,11 @@ OUT_OF_TIME = "out of time"
 RECOMPILES = 64
 """How many programs the compiler may hold for one function: one an arm, and some to spare."""
 
-Key = TypeVar("Key")
-Pair = tuple[float, float]
 Row = dict[str, Any]
+Pair = tuple[float, float]
+"""Milliseconds of a block of the baseline and of the arm."""
+Block = Callable[[], float]
+"""Runs a timed block and returns the milliseconds of one call."""
 
 
 # --- what is compared
@@ -68,7 +68,7 @@ class Arm:
 
     @property
     def name(self) -> str:
-        """A label: "ordinary cudnn", "25% toeplitz cudnn"."""
+        """Such as "ordinary cudnn" or "25% toeplitz cudnn"."""
         if self.backend is None:
             return f"{'control' if self.control else 'ordinary'} {self.kernel}"
         return f"{100 * self.rate:g}% {self.backend} {self.kernel}"
@@ -91,11 +91,11 @@ class Point:
 
     @property
     def name(self) -> str:
-        """A label: "T=4096 B=8 x4"."""
+        """Such as "T=4096 B=8 x4"."""
         words = [f"T={self.length}", f"B={self.batch_size}", f"x{self.accumulation}" if self.accumulation else ""]
         return " ".join(filter(None, [*words, self.precision]))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> Row:
         """Return the fields that are set."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
@@ -109,17 +109,14 @@ class Comparison(NamedTuple):
 
 
 class Subject(Protocol):
-    """One arm that can be timed.
+    """One arm that can be timed: `timed_block` returns the milliseconds of a call."""
 
-    `timed_block` returns the milliseconds of a call; `facts` are more entries of its rows, which have those of their
-    baseline too.
-    """
-
-    facts: dict[str, Any]
+    facts: Row
+    """More entries of its rows; rows that it is the baseline of have them as `baseline_...`."""
 
     def warm_up(self) -> None: ...
     def timed_block(self, variant: str) -> float: ...
-    def kernels(self) -> list[dict[str, Any]]: ...
+    def kernels(self) -> list[Row]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,8 +155,8 @@ def compare(session: "Session", case: Case, *, pairs: int, tolerance: float, pro
     session.add(rows)
     for row in rows:
         times = f"{row['arm']} {row['arm_ms']:.4g} ms, {row['baseline']} {row['baseline_ms']:.4g} ms"
-        spread = f"{row['ratio']:.3f}× ({row['q25']:.3f} to {row['q75']:.3f}, {row['pairs']} pairs)"
-        session.say(f"{case.name} {row['variant']}: {times}, {spread}" + ", refused" * row["refused"])
+        ratio = f"{row['ratio']:.3f}×" + ", refused" * row["refused"]
+        session.say(f"{case.name} {row['variant']}: {times}, {ratio}")
     # After all timing: a profiler that was used once may slow launches down.
     for arm, subject in subjects.items() if profile else ():
         if not arm.control:
@@ -183,13 +180,13 @@ def _ready(session: "Session", case: Case) -> dict[Arm, Subject]:
 
 
 def alternate(
-    session: "Session", name: str, blocks: Mapping[Key, tuple[Callable[[], float], Callable[[], float]]], pairs: int
-) -> dict[Key, list[Pair]]:
+    session: "Session", name: str, blocks: Mapping[Any, tuple[Block, Block]], pairs: int
+) -> dict[Any, list[Pair]]:
     """Time pairs of every comparison in rounds, each round one pair of all; return those with enough pairs.
 
     An error, or the end of the time allowed, ends the rounds; earlier pairs stand.
     """
-    times: dict[Key, list[Pair]] = {key: [] for key in blocks}
+    times: dict[Any, list[Pair]] = {key: [] for key in blocks}
     longest = 0.0
     for number in range(pairs):
         if not session.fits(longest):
@@ -198,23 +195,20 @@ def alternate(
         began = time.perf_counter()
         try:
             with all_ranks_or_raise():
-                for key, block in blocks.items():
-                    order = (0, 1) if number % 2 == 0 else (1, 0)
-                    by_side = {side: block[side]() for side in order}
-                    times[key].append((by_side[0], by_side[1]))
+                for key, (baseline, arm) in blocks.items():
+                    if number % 2 == 0:
+                        times[key].append((baseline(), arm()))
+                    else:
+                        arm_ms = arm()
+                        times[key].append((baseline(), arm_ms))
         except Exception as error:
             session.skip(name, f"pairs from {number + 1}: {in_short(error)}")
             break
         longest = max(longest, time.perf_counter() - began)
-    return {key: each for key, each in times.items() if len(each) >= max(1, min(MIN_PAIRS, pairs))}
+    return {key: each for key, each in times.items() if len(each) >= min(MIN_PAIRS, pairs)}
 
 
-def _rows(
-    case: Case,
-    subjects: Mapping[Arm, Subject],
-    times: Mapping[tuple[Comparison, str], list[Pair]],
-    tolerance: float,
-) -> list[Row]:
+def _rows(case: Case, subjects: Mapping[Arm, Subject], times: Mapping[Any, list[Pair]], tolerance: float) -> list[Row]:
     """Return a row for each comparison; refused where its control is missing or further than `tolerance` from 1."""
     sums = {key: summary(pairs) for key, pairs in times.items()}
     controls = {(each.baseline, variant): s["ratio"] for (each, variant), s in sums.items() if each.role == "control"}
@@ -229,7 +223,7 @@ def _rows(
     return rows
 
 
-def summary(pairs: Sequence[Pair]) -> dict[str, Any]:
+def summary(pairs: Sequence[Pair]) -> Row:
     """Compute the median times (ms) and the ratios within pairs, baseline / arm: median, quartiles, range."""
     ratios = sorted(baseline / arm for baseline, arm in pairs)
     q25, _, q75 = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
@@ -257,8 +251,7 @@ def _record_kernels(session: "Session", case: Case, arm: Arm, subject: Subject) 
 def clean_process(*, compiles: bool = True) -> Iterator[None]:
     """Begin and end with an empty compiler and allocator cache.
 
-    Compiled graphs are always traced anew: the pinned attention kernel is no part of the key of PyTorch's cache, which
-    would hand one arm's graph to another. Where nothing is compiled the compiler is not loaded, which takes seconds.
+    Where nothing is compiled the compiler is not loaded, which takes seconds.
     """
 
     def forget() -> None:
@@ -271,6 +264,7 @@ def clean_process(*, compiles: bool = True) -> Iterator[None]:
     with ExitStack() as stack:
         if compiles:
             stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))  # type: ignore[attr-defined]
+            # The pinned attention kernel is no part of this cache's key: it would hand one arm's graph to another.
             stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))  # type: ignore[attr-defined]
         forget()
         try:
@@ -330,13 +324,11 @@ class Session:
         return math.isinf(self._limit) or on_rank0(lambda: self._limit - self.spent > seconds)
 
     def add(self, rows: Sequence[Row]) -> None:
-        """Add rows and write them."""
         self.rows += rows
         self.save()
 
     def skip(self, what: str, why: str) -> None:
         """Record and print what is not measured."""
-        why = why.strip().split("\n")[0][:300] or "no reason given"
         self.left_out.append({"what": what, "why": why})
         self.say(f"left out: {what}: {why}")
         self.save()
@@ -363,7 +355,6 @@ class Session:
         return to_json({"seconds": round(self.spent, 1), **self._header, **lists})
 
     def save(self) -> None:
-        """Write the record."""
         if self._out is not None:
             write_json(self._out, self.record)
 
@@ -468,7 +459,7 @@ MARKS = {
 """Parts of names of GPU kernels that show which attention kernel ran; those of "flash" are in cuDNN's names, too."""
 
 
-def kernels_of(call: Call, device: torch.device) -> list[dict[str, Any]]:
+def kernels_of(call: Call, device: torch.device) -> list[Row]:
     """Return name, calls and milliseconds of the longest kernels of one call (operators on a CPU)."""
     cuda = device.type == "cuda"
     with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:

@@ -19,21 +19,24 @@ from saf.report import too_small
 
 @dataclass(kw_only=True)
 class Command:
-    """Show the cost of freezing in perplexity, with its interval, and the time and memory that it saved.
+    """Show what freezing cost in perplexity, with its 95% interval, and what it saved in time and memory.
 
-    Two runs, which may differ in the freezing alone; runs of a task are compared question by question:
+    Compare two finished runs, the ordinary one first. They may differ in the freezing alone:
 
       $ saf compare runs/ordinary runs/frozen
 
-    A Hugging Face model before and after, and zero-shot tasks, by the folders that `saf evaluate --out` wrote:
+    Compare a Hugging Face model before and after, by the folders that `saf evaluate --out` wrote. Zero-shot tasks that
+    both answered are compared question by question:
 
+      $ saf evaluate MODEL --data text.txt --length 1024 --out before
+      $ saf evaluate frozen --data text.txt --length 1024 --out after
       $ saf compare before after
     """
 
     ordinary: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="ORDINARY")]
-    """Take this finished run, or evaluation, of the model without frozen heads as the baseline."""
+    """The baseline: the finished run, or evaluation, of the model without frozen heads."""
     frozen: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FROZEN")]
-    """Compare this finished run, or evaluation, of the model with frozen heads."""
+    """The finished run, or evaluation, of the model with frozen heads."""
     out: Path | None = None
     """Write compare.json into this folder; by default into the frozen run's, and for evaluations nowhere."""
     allow_differences: bool = False

@@ -26,14 +26,17 @@ AFTER = {
 
 @dataclass(frozen=True, kw_only=True)
 class Command(CheckpointFreezing):
-    r"""Freeze or prune heads of a checkpoint or Hugging Face model, and write the result as a new one.
+    r"""Freeze heads of a Hugging Face model or a checkpoint, and write the result as a new one.
 
-    A pretrained model: heads freeze, the cheapest first, while perplexity rises by less than 1%:
+    Attention is measured on one part of your text, and perplexity before and after on another. A model whose perplexity
+    rises by more than 5% is not written.
+
+    Freeze up to 2% of a pretrained model's heads, the cheapest first, while perplexity rises by less than 1%:
 
       $ saf freeze MODEL --data text.txt --score forward_kl --rate 0.02 \
             --budget 1% --length 1024 --out frozen
 
-    A quarter of the heads of a run, measured on its own data:
+    Freeze a quarter of the heads of a run, on the run's own data:
 
       $ saf freeze runs/ordinary --rate 0.25 --out frozen
     """
@@ -89,12 +92,8 @@ def _lines(title: str, *commands: list[Any]) -> str:
 
 
 FIRST = {
-    Command: (
-        *("checkpoint", "out", "data", "sequences", "heldout_sequences", "length", "accept_loss", "heal"),
-        *("device", "json"),
-        "config",
-    ),
-    FreezeConfig: ("rate", "budget", "max_per_layer", "score", "storage"),
+    Command: ("checkpoint", "config", "out", "data", "sequences", "length", "accept_loss", "heal", "device", "json"),
+    FreezeConfig: ("rate", "score", "budget"),
 }
 """The settings that `--help` shows."""
 

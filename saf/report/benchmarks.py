@@ -30,26 +30,51 @@ _ROLES = {"keeping": "ordinary, every activation kept", "apart": "ordinary, each
 
 def tables(record: Record) -> list[Part]:
     """Return what a speed record measured, why comparisons were refused, and what any record leaves out."""
-    titled: dict[str, list[Mapping[str, str | None]]] = {}
+    parts: list[Part] = []
     if record["kind"] == "finetune":
         title = f"{record['settings']['task']}: means over the orders of examples"
-        titled[title] = [cells for graphed in (False, True) for _, cells in means(record, graphed=graphed)]
+        parts.append(_table(title, [cells for graphed in (False, True) for _, cells in means(record, graphed=graphed)]))
     elif record["kind"] in SPEEDS:
+        titled: dict[str, list[tuple[Record, dict[str, str]]]] = {}
         for row, cells in speed_cells(record):
-            titled.setdefault(f"{table_title(row)}: speedups are medians of the pairs' ratios", []).append(cells)
+            titled.setdefault(table_title(row), []).append((row, cells))
+        parts += [_speed_table(title, lines) for title, lines in titled.items()]
     if record["memory"]:
-        titled["peak memory"] = [memory_cells(record, entry) for entry in record["memory"]]
-    refused = _refusals(record) if record["kind"] in SPEEDS else ()
-    return [*(_table(title, rows) for title, rows in titled.items()), *refused, *_missing(record)]
+        parts.append(_table("peak memory", [memory_cells(record, entry) for entry in record["memory"]]))
+    return [*parts, *(_refusals(record) if record["kind"] in SPEEDS else ()), *_missing(record)]
 
 
-def _table(title: str, rows: Sequence[Mapping[str, str | None]]) -> Table:
+def _speed_table(title: str, lines: Sequence[tuple[Record, Mapping[str, str]]]) -> Table:
+    """Return a table that 80 columns hold: pairs and controls are in its note, spreads beside the speedups."""
+    shown = []
+    for _, cells in lines:
+        spread, cache, baseline = (cells[name] for name in ("middle half of pairs", "cache", "baseline cache"))
+        times = {name: text for name, text in cells.items() if "ms" in name.split()}
+        shown.append(
+            {
+                **{name: cells[name] for name in ("point", "baseline", "arm")},
+                **times,
+                "speedup (middle half)": cells["speedup"] + f" ({spread})" * (spread != MISSING),
+                "free bound": cells["free bound"],
+                "cache": MISSING if cache == MISSING else f"{cache} of {baseline}",
+            }
+        )
+    pairs = " to ".join(dict.fromkeys(f"{pick(row['pairs'] for row, _ in lines)}" for pick in (min, max)))
+    controls = sorted({row["control_ratio"] for row, _ in lines} - {None})
+    bounds = " to ".join(dict.fromkeys(f"{each:.4f}" for each in (controls[0], controls[-1]))) if controls else MISSING
+    note = f"speedup: median of {pairs} pairs, baseline / arm; control, a second ordinary arm: {bounds}"
+    if any(cells["free bound"] != MISSING for cells in shown):
+        note += "; free bound: if mixing in frozen heads cost nothing"
+    return _table(title, shown, notes=[note])
+
+
+def _table(title: str, rows: Sequence[Mapping[str, str]], notes: Sequence[str] = ()) -> Table:
     """Return a table without empty columns; a baseline that all rows share is named in the title."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     baselines = {row.get("baseline") for row in rows}
     if len(baselines) == 1 and (baseline := baselines.pop()):
         title, columns = f"{title}, against {baseline}", [name for name in columns if name != "baseline"]
-    return Table.of(title, columns, [[row.get(name) for name in columns] for row in rows]).used()
+    return Table.of(title, columns, [[row.get(name) for name in columns] for row in rows], notes).used()
 
 
 def _groups(record: Record) -> list[list[Record]]:
