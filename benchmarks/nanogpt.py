@@ -50,7 +50,7 @@ class AgainstNanoGPT(Update):
 
     def arms(self, point: Point) -> list[Comparison]:
         control, ordinary = Arm(NANOGPT.kernel, control=True), Arm("cudnn" if self.cuda else "auto")
-        return [Comparison(NANOGPT, control, "control"), Comparison(NANOGPT, ordinary, "kernel")]
+        return [Comparison(NANOGPT, control), Comparison(NANOGPT, ordinary)]
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         return NanoGPT(self, point) if arm.kernel == NANOGPT.kernel else super().build(point, arm, pool)

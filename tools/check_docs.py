@@ -140,8 +140,8 @@ def command_problem(command: str) -> str | None:
 @cache
 def flags_of(words: tuple[str, ...] = ()) -> set[str] | None:
     """Return the flags of the command of these words, or of all for no words; None where there is no such command."""
+    from saf.bench import KINDS
     from saf.cli import COMMANDS
-    from saf.cli.bench import COMMANDS as BENCHMARKS
 
     if words and words[0] not in COMMANDS:
         return None
@@ -150,7 +150,7 @@ def flags_of(words: tuple[str, ...] = ()) -> set[str] | None:
         text = help_of(name)
         kinds = re.findall(r"• ([\w:-]+)", text)
         if name == "bench":
-            kinds = [kind for kind in BENCHMARKS if words[1:] in ((), (kind,))]
+            kinds = [kind for kind in KINDS if words[1:] in ((), (kind,))]
             if not kinds:
                 return None
         flags |= set(FLAG.findall(text + "".join(help_of(name, kind) for kind in kinds)))

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -36,7 +36,6 @@ from saf.ops.frozen_heads import BACKENDS
 from saf.records.files import to_json, write_json
 from saf.records.result import result_header
 
-Role = Literal["control", "kernel", "frozen", "free", "pruned"]
 FREE, PRUNED, FLEX = "free", "pruned", "flex"
 """In place of a backend: heads whose mixing costs nothing, heads that are removed. As a kernel: flex attention."""
 MIN_PAIRS = 2
@@ -74,6 +73,13 @@ class Arm:
         return f"{100 * self.rate:g}% {self.backend} {self.kernel}"
 
     @property
+    def role(self) -> str:
+        """What the arm is compared for: control, kernel (another one), frozen, free or pruned."""
+        if self.backend is None:
+            return "control" if self.control else "kernel"
+        return self.backend if self.backend in (FREE, PRUNED) else "frozen"
+
+    @property
     def live_kernel(self) -> str:
         """The kernel to pin where heads are frozen: "auto" for a backend that computes live heads itself."""
         backend = BACKENDS.get(str(self.backend))
@@ -105,7 +111,6 @@ class Comparison(NamedTuple):
 
     baseline: Arm
     arm: Arm
-    role: Role
 
 
 class Subject(Protocol):
@@ -166,7 +171,7 @@ def compare(session: "Session", case: Case, *, pairs: int, tolerance: float, pro
 
 def _ready(session: "Session", case: Case) -> dict[Arm, Subject]:
     """Build all arms, then warm up each: building one drops what others had compiled."""
-    arms = dict.fromkeys(arm for comparison in case.comparisons for arm in comparison[:2])
+    arms = dict.fromkeys(arm for comparison in case.comparisons for arm in comparison)
     built: dict[Arm, Subject] = {}
     for arm in arms:
         session.attempt(f"{case.name}: {arm.name}", lambda arm=arm: built.__setitem__(arm, case.build(arm)))
@@ -211,11 +216,11 @@ def alternate(
 def _rows(case: Case, subjects: Mapping[Arm, Subject], times: Mapping[Any, list[Pair]], tolerance: float) -> list[Row]:
     """Return a row for each comparison; refused where its control is missing or further than `tolerance` from 1."""
     sums = {key: summary(pairs) for key, pairs in times.items()}
-    controls = {(each.baseline, variant): s["ratio"] for (each, variant), s in sums.items() if each.role == "control"}
+    controls = {(pair.baseline, variant): s["ratio"] for (pair, variant), s in sums.items() if pair.arm.control}
     rows = []
-    for ((baseline, arm, role), variant), numbers in sums.items():
+    for ((baseline, arm), variant), numbers in sums.items():
         control = controls.get((baseline, variant))
-        row = {**case.fields, "variant": variant, "role": role, "baseline": baseline.name, "arm": arm.name}
+        row = {**case.fields, "variant": variant, "role": arm.role, "baseline": baseline.name, "arm": arm.name}
         row |= {**asdict(arm), **numbers, "control_ratio": control}
         row["refused"] = control is None or abs(control - 1) > tolerance
         row |= {f"baseline_{name}": value for name, value in subjects[baseline].facts.items()}

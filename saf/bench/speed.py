@@ -26,7 +26,6 @@ from saf.bench.protocol import (
     Case,
     Comparison,
     Point,
-    Role,
     Session,
     Subject,
     clean_process,
@@ -159,15 +158,12 @@ class Speed:
         if others is None:
             others = [each for each in self.cuda_others if each != FLEX or self.execution.compile] if self.cuda else ()
         backends = self.backends or ((backend,) if backend else self.cuda_backends if self.cuda else ("toeplitz",))
-        roles: dict[str, Role] = dict.fromkeys(backends, "frozen")
-        roles |= {FREE: "free"} if self.free else {}
-        roles |= {PRUNED: "pruned"} if pruned else {}
+        edits = dict.fromkeys([*backends, *[FREE] * self.free, *[PRUNED] * pruned])
         rest = [kernel for kernel in dict.fromkeys([*kernels, *others]) if kernel != first.kernel]
-        comparisons = [Comparison(Arm(kernel), Arm(kernel, control=True), "control") for kernel in kernels]
-        comparisons += [Comparison(first, Arm(kernel), "kernel") for kernel in rest]
-        for kernel, rate in product(kernels, dict.fromkeys(rates)):
-            comparisons += [Comparison(Arm(kernel), Arm(kernel, name, rate), role) for name, role in roles.items()]
-        return comparisons
+        comparisons = [Comparison(Arm(kernel), Arm(kernel, control=True)) for kernel in kernels]
+        comparisons += [Comparison(first, Arm(kernel)) for kernel in rest]
+        places = product(kernels, dict.fromkeys(rates), edits)
+        return comparisons + [Comparison(Arm(kernel), Arm(kernel, edit, rate)) for kernel, rate, edit in places]
 
     def cases(self, session: Session) -> Iterator[Case]:
         """Yield what is compared, point by point, and record in the session what cannot be."""
@@ -249,7 +245,7 @@ class ModelSpeed(Speed):
         if folder is None:
             return self.comparisons(self.rates or (0.25, 0.5), pruned=self.pruned)
         comparisons = self.comparisons([folder.rate], backend=folder.backend, pruned=self.pruned or not folder.frozen)
-        return [each for each in comparisons if folder.frozen or each.role not in ("frozen", "free")]
+        return [each for each in comparisons if folder.frozen or each.arm.role not in ("frozen", "free")]
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         """Return an arm that can be warmed up in this process."""
@@ -273,7 +269,7 @@ class ModelSpeed(Speed):
 
     def run(self, session: Session, case: Case) -> None:
         if self.memory:
-            arms = dict.fromkeys(arm for each in case.comparisons for arm in each[:2] if not arm.control)
+            arms = dict.fromkeys(arm for each in case.comparisons for arm in each if not arm.control)
             _measure_memory(session, self, Point(**case.fields["point"]), list(arms))
         super().run(session, case)
 

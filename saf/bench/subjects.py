@@ -415,20 +415,14 @@ class Op(Speed):
         return HeadLayout(shape.num_heads, shape.num_kv_heads, tuple(sorted(drawn)))
 
     def _case(self, name: str, point: Point, part: str, rates: Sequence[float]) -> Case:
-        """Return what is compared; frozen heads alone have no free bound, and other kernels only without the layer.
-
-        Ordinary arms of frozen heads alone have as many heads as are frozen.
-        """
+        """Return the comparisons of a part; ordinary arms of frozen heads alone have as many heads as are frozen."""
         comparisons, alone = self.comparisons(rates), None
         if part == "frozen":
             skipped = ("free", "kernel") if "layer" in self.parts else ("free",)
-            comparisons = [each for each in comparisons if each.role not in skipped]
+            comparisons = [each for each in comparisons if each.arm.role not in skipped]
             alone = self.layout(point, rates[0]).num_frozen
         modes, pool = [*reversed(launch_modes(self.graphs, self.execution.device))], GraphPool()
-        variants, shape = (
-            [f"{direction} {mode}" for direction in self.directions for mode in modes],
-            self.plan(point).shape,
-        )
+        variants, shape = [" ".join(each) for each in product(self.directions, modes)], self.plan(point).shape
         sizes = {each: getattr(shape, each) for each in ("num_heads", "num_kv_heads", "head_dim")}
         dtype = str(self.dtype_of(self.dtype)).removeprefix("torch.")
         return Case(
@@ -475,7 +469,6 @@ class LayerSubject:
         return layout.num_live, len(set(layout.kv_head[: layout.num_live])), layout.num_kv_heads
 
     def _ordinary(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Return ordinary attention of queries, keys and values."""
         kernel = self._arm.kernel
         if kernel == FLEX:
             return FlexAttention(causal_blocks(self._point.length, self._device))

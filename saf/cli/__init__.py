@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any
 
 from saf.errors import SafError, SafWarning, UnsupportedError, nearest
 
@@ -122,8 +122,7 @@ def _settings_as_flags(text: str, module: Any) -> str:
 
     Settings of one word stay: `length` may be an ordinary word.
     """
-    kinds = get_args(module.Command) or (module.Command,)
-    names = {each.name for kind in kinds for each in fields(kind)}
+    names = {each.name for each in fields(module.Command)}
     flag = lambda match: f"--{match[0].replace('_', '-')}" if match[0] in names else match[0]  # noqa: E731
     return re.sub(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/=-])", flag, text)
 

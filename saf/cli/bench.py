@@ -2,11 +2,11 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, make_dataclass
+from dataclasses import dataclass, replace
 from inspect import cleandoc
 from pathlib import Path
 from textwrap import fill
-from typing import Annotated, Any, Union
+from typing import Annotated, Any
 
 import tyro
 
@@ -29,12 +29,19 @@ with random weights, or the model of FOLDER.
 `saf bench NAME --help` shows the settings."""
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
 VERSIONS = ("torch", "triton", "cuda", "cudnn")
+FIRST = (
+    *("model", "points", "rates", "backends", "kernels", "pairs", "device", "graphs"),
+    *("memory", "seconds", "pruned", "tolerance"),
+)
+"""The settings that `--help` shows."""
 
 
 @dataclass(kw_only=True)
-class _Bench:
-    """Settings that each benchmark's command adds to its own."""
+class Command:
+    """One benchmark of `saf.bench`, its settings as flags."""
 
+    settings: Annotated[bench.Speed, tyro.conf.OmitArgPrefixes]
+    """These settings say what is timed, and how."""
     folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = None
     """Time this folder's model with its own frozen heads, in place of --model."""
     out: Path | None = None
@@ -43,10 +50,7 @@ class _Bench:
     """Print JSON instead of tables."""
 
     def run(self) -> dict[str, Any]:
-        kind = next(kind for kind in bench.KINDS.values() if isinstance(self, kind))
-        settings = kind(**{field.name: getattr(self, field.name) for field in fields(kind)})
-        if self.folder is not None:
-            settings.model = str(self.folder)
+        settings = self.settings if self.folder is None else replace(self.settings, model=str(self.folder))
         with process_group(settings.device):
             record = bench.measure(settings, out=self.out)
             refusals = [row["refused"] for row in record["rows"]]
@@ -64,26 +68,16 @@ class _Bench:
         return record
 
 
-COMMANDS = {
-    name: make_dataclass(kind.__name__, [], bases=(_Bench, kind), namespace={"__doc__": kind.__doc__}, kw_only=True)
-    for name, kind in bench.KINDS.items()
-}
-Command: Any = Union[tuple(COMMANDS.values())]  # noqa: UP007 (made of a mapping)
-_SHOWN = ("folder", "out", "json", "model", "points", "rates", "backends", "kernels", "pairs", "device", "graphs")
-FIRST: dict[Any, Sequence[str]] = dict.fromkeys(
-    COMMANDS.values(), (*_SHOWN, "memory", "seconds", "pruned", "tolerance")
-)
-FIRST[COMMANDS["op"]] = FIRST[COMMANDS["op"]][1:]  # which times presets alone
-"""The settings that `--help` shows."""
-
-
-def parse_words(words: Sequence[str]) -> _Bench:
+def parse_words(words: Sequence[str]) -> Command:
     """Parse the benchmark's command; without its name the help lists the benchmarks."""
     name, *rest = words or ["--help"]
-    if name in COMMANDS:
-        return parse(COMMANDS[name], rest, prog=f"saf bench {name}", first=FIRST)
+    if (kind := bench.KINDS.get(name)) is not None:
+        first = {kind: FIRST}
+        return parse(
+            Command, rest, prog=f"saf bench {name}", default=Command(settings=kind()), first=first, doc=kind.__doc__
+        )
     if name not in ("-h", "--help", "--help-all"):
-        raise InputError(f"the benchmark must be one of {', '.join(COMMANDS)}, got {name!r}")
+        raise InputError(f"the benchmark must be one of {', '.join(bench.KINDS)}, got {name!r}")
     summaries = {name: cleandoc(str(kind.__doc__)).partition("\n\n")[0] for name, kind in bench.KINDS.items()}
     lines = [f"• {name:<9}{' '.join(text.split())}" for name, text in summaries.items()]
     filled = [fill(line, 80, initial_indent="  ", subsequent_indent=" " * 13) for line in lines]

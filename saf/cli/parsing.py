@@ -34,7 +34,13 @@ RULES = ConstructorRegistry()
 
 
 def parse(
-    command: type[Any], words: Sequence[str], *, prog: str, default: Any = None, first: First | None = None
+    command: type[Any],
+    words: Sequence[str],
+    *,
+    prog: str,
+    default: Any = None,
+    first: First | None = None,
+    doc: str | None = None,
 ) -> Any:
     """Parse the command of `words`; settings left out take the values of `default`.
 
@@ -46,7 +52,7 @@ def parse(
     if not {"-h", "--help", "--help-all"} & set(words):
         return tyro.cli(command, args=list(map(_without_percent, words)), **options)
     shown = {} if "--help-all" in words or first is None else first
-    text = cleandoc(command.__doc__ or "") + "\n\nMore settings: --help-all." * bool(shown)
+    text = cleandoc(doc or command.__doc__ or "") + "\n\nMore settings: --help-all." * bool(shown)
     print("\n\n".join(map(_filled, text.split("\n\n"))) + "\n")
     options["description"] = ""
     options["config"] += (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)  # help alone: --no-x is still a flag

@@ -120,7 +120,9 @@ def test_a_record_that_is_there_is_not_overwritten_and_an_interrupted_one_says_s
 
 def test_every_kernel_has_its_control_and_later_ones_stand_beside_the_first():
     settings = Update(kernels=("cudnn", "flash"), others=("flex", "cudnn"), backends=("toeplitz",), device="cpu")
-    names = [(each.baseline.name, each.arm.name, each.role) for each in settings.comparisons([0.25, 0.25], pruned=True)]
+    names = [
+        (each.baseline.name, each.arm.name, each.arm.role) for each in settings.comparisons([0.25, 0.25], pruned=True)
+    ]
     assert names == [
         ("ordinary cudnn", "control cudnn", "control"), ("ordinary flash", "control flash", "control"),
         ("ordinary cudnn", "ordinary flash", "kernel"), ("ordinary cudnn", "ordinary flex", "kernel"),
