@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from saf.machine import own_program
 from saf.models.gpt import GPT, Attention, DecoderLayer, recompute_in_backward
 from saf.ops import summed
-from saf.ops.decoder import linear_cross_entropy
+from saf.ops.loss_and_gelu import linear_cross_entropy
 
 Streams = tuple[Tensor, ...]
 """The residual stream `[B, T, C]` and one or two terms to add to it, of the same shape."""

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops.decode.op import MOST_ROWS, flash_decode, largest_group, unsupported_reason
+from saf.ops.flash_decode.op import MOST_ROWS, flash_decode, largest_group, unsupported_reason
 from saf.ops.frozen_heads import BACKENDS, FrozenHeads, FrozenPart
 from saf.ops.fused.op import mix_few
 from saf.ops.heads import cached_order, even_queries, flat_heads, join_heads, live_keys, merge_slots, take_heads
@@ -197,16 +197,18 @@ def _flash_decode(call: Call, parts: Sequence[FrozenPart]) -> Tensor | None:
         return None
     if call.position.count * group > MOST_ROWS >= group:  # not few; a larger group is refused below
         return None
-    # Maps of live slots are in the tables of any backend that has them; frozen slots need one backend for all.
-    tables = ([part.tables for part in parts if "frozen_read" in part.tables] or [{}])[0]
-    if call.frozen_kv and (len(parts) > 1 or (call.frozen and call.frozen.trainable)):
-        tables = {}
-    args = call.query, call.key, call.value, call.live_kv, call.frozen_kv, tables
-    if reason := unsupported_reason(*args):
+    tables = None
+    if call.frozen is not None:
+        # Maps of live slots are in the tables of any backend that has them; frozen slots need one backend for all.
+        tables = next((part.tables for part in parts if "kv_readers" in part.tables), {})
+        if call.frozen_kv and (len(parts) > 1 or call.frozen.trainable):
+            tables = {}
+    operands = call.query, call.key, call.value
+    if reason := unsupported_reason(*operands, call.live_kv, tables):
         if named:
             raise UnsupportedError(f"attention kernel {FLASH_DECODE!r} {reason}; or take 'auto'")
         return None
-    return flash_decode(*args, call.position, call.scale)
+    return flash_decode(*operands, tables, call.position, call.scale, frozen=bool(call.frozen_kv))
 
 
 def _one_launch(call: Call, frozen: FrozenHeads, part: FrozenPart) -> Tensor | None:

@@ -21,7 +21,7 @@ KERNELS = {
     "math": SDPBackend.MATH,
 }
 FLASH_DECODE = "flash_decode"
-"""The kernel of few queries, live and frozen heads in one launch (saf/ops/decode); longer passes take PyTorch's."""
+"""The launch of saf/ops/flash_decode, for few queries after a cache; longer passes take PyTorch's kernels."""
 
 
 def live_attention(

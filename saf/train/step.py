@@ -29,7 +29,7 @@ from saf.models import GPTConfig
 from saf.models.adapter import adapter_for, longest_input
 from saf.models.gpt import DecoderLayer
 from saf.ops import for_graphs
-from saf.ops.decoder import chunk_rows
+from saf.ops.loss_and_gelu import chunk_rows
 from saf.tasks.base import NO_TARGET
 
 # --- one update

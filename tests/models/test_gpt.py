@@ -8,7 +8,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.models import GPT, GPTConfig, preset
 from saf.models.gpt import Rotary, rotate
 from saf.ops import attention as seam
-from saf.ops import decoder
+from saf.ops import loss_and_gelu
 from saf.surgery import install_
 from tests.ops.hard_patterns import hard_patterns
 
@@ -34,7 +34,7 @@ def test_presets_have_the_papers_parameters_and_operations_count_every_matrix_on
 
 @pytest.mark.parametrize("position", ["rope", "learned"])
 def test_loss_and_gradients_equal_plain_cross_entropy(position, monkeypatch):
-    monkeypatch.setattr(decoder, "chunk_rows", lambda vocab_size: 7)
+    monkeypatch.setattr(loss_and_gelu, "chunk_rows", lambda vocab_size: 7)
     model = small(position=position).double()
     tokens = torch.randint(0, 50, (3, 17))
     targets = tokens[:, 1:].clone()

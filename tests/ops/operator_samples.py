@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-import saf.ops.decoder  # noqa: F401 (registers operators)
+import saf.ops.loss_and_gelu  # noqa: F401 (registers operators)
 from saf.ops import FrozenHeads
-from saf.ops.decode.op import decode_tables
+from saf.ops.flash_decode.op import decode_maps
 from saf.ops.fused.op import MAPS, PATTERNS
 from saf.ops.linear.op import RecurrentState, exact_tables, linear_tables
 from saf.ops.operator import has_triton
@@ -79,8 +79,8 @@ def toeplitz_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, l
     tables = FrozenHeads.from_patterns(patterns(device), dtype=dtype, device=device).tables(dtype)
     scales = tables["key_scale"], tables["row_scale"]
     inputs = (draw(2, 2, 40, 16), draw(2, 40, 2, 16).transpose(1, 2), draw(2, 2, 16, 40).mT)
-    maps = decode_tables((0, 1, 2, 0), 2, torch.device(device))
-    pattern = maps["frozen_read"], maps["frozen_readers"], 0, tables["distance"], *scales
+    found = decode_maps((0, 1, 2, 0), 2, torch.device(device))
+    maps, patterns_ = [found["kv_read"], found["kv_readers"]], [tables["distance"], *scales]
     value, pad = draw(2, 40, 3, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
     query, key, at = draw(2, 1, 3, 16), draw(2, 1, 40, 16), (torch.tensor(30, device=device), 0, pad)
     return {
@@ -89,9 +89,9 @@ def toeplitz_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, l
             for x, transpose in zip(inputs, (False, True, False), strict=True)
         ],
         "flash_decode": [
-            (query, key, value, None, None, 1, *pattern, *at, 2, 0.25),
-            (query[:, :0], key[:, :0], value, None, None, 1, *pattern, *at, 2, 0.25),
-            (query, key, value, None, None, 1, None, None, 0, None, None, None, None, 37, None, 1, 0.25),
+            (query, key, value, maps, patterns_, *at, 0.25),
+            (query[:, :0], key[:, :0], value, [maps[0][2:], maps[1][2:]], patterns_, *at, 0.25),
+            (query, key, value, [], [], None, 37, None, 0.25),
         ],
     }
 

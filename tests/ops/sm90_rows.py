@@ -9,14 +9,14 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from saf.ops.decode.kernels import decode
-from saf.ops.decoder_kernels import gelu, gelu_backward, softmax_gradient
+from saf.ops.flash_decode.kernels import decode
 from saf.ops.fused.kernels import choose_config as fused_config
 from saf.ops.fused.kernels import fused_backward, fused_forward
 from saf.ops.fused.op import COMPACT, DENSE, LIVE, FusedPatterns, HeadMaps
 from saf.ops.launch import launch as run
 from saf.ops.linear.kernels import fill, linear_matmul, step
 from saf.ops.linear.op import CHUNK, TURNS, LinearTables
+from saf.ops.loss_and_gelu_kernels import gelu, gelu_backward, softmax_gradient
 from saf.ops.toeplitz.kernels import ToeplitzConfig, choose_config, convolve, toeplitz_matmul
 from saf.ops.toeplitz.op import PAD, TILE
 
@@ -152,19 +152,20 @@ def fused_rows() -> Iterator[tuple[str, list[Launch]]]:
 
 
 def decode_rows() -> Iterator[tuple[str, list[Launch]]]:
-    """One query: live heads in pairs or in an uneven group of four, or none, and three frozen ones."""
+    """One query: live heads in an uneven group of four and three frozen ones, these alone, or an ordinary layer."""
     whole, place = torch.int32, empty(dtype=torch.int64)
     for dtype, dims in DECODE.items():
         for dim in dims:
-            for live, group, even in ((9, 1, True), (9, 4, False), (0, 1, True)):
-                counts, keys = (live, live // group, 12), (1, 512, 512)
+            for live, kv, frozen in ((9, 2, 3), (0, 0, 3), (8, 2, 0)):
+                counts, keys = (live, kv, 12), (1, 512, 512)
                 operands = [empty(2, t, n, dim, dtype=dtype).transpose(1, 2) for n, t in zip(counts, keys, strict=True)]
-                maps = (None, None) if even else (empty(live // group, dtype=whole), empty(3, group, dtype=whole))
-                frozen = empty(3 // group + 1, dtype=whole), empty(3, group, dtype=whole), 0
-                patterns = empty(3, 512, dtype=dtype), empty(3, 512), empty(3, 512)
-                at, out = (place, 0, empty(2, dtype=torch.int64)), empty(2, 1, live + 3, dim, dtype=dtype)
-                arguments = (*operands, *maps, group, *frozen, *patterns, *at, 2, 0.125, out.transpose(1, 2))
-                yield f"{NAMES[dtype]} D{dim} {live}x{group}", recorded(decode, *arguments, precision="ieee")
+                maps = [empty(kv + 2, dtype=whole), empty(kv + 2, 4, dtype=whole)] if frozen else []
+                patterns = [empty(3, 512, dtype=dtype), empty(3, 512), empty(3, 512)] if frozen else []
+                pad, out = empty(2, dtype=torch.int64), empty(2, 1, live + frozen, dim, dtype=dtype).transpose(1, 2)
+                yield (
+                    f"{NAMES[dtype]} D{dim} {live}+{frozen}",
+                    recorded(decode, *operands, maps, patterns, place, pad, 0.125, out),
+                )
 
 
 def small_rows() -> Iterator[tuple[str, list[Launch]]]:

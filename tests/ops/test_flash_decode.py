@@ -7,7 +7,7 @@ from torch.autograd import forward_ad
 from saf.bench.models import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
 from saf.ops import FrozenHeads, live_attention, mixed_attention
-from saf.ops.decode import op
+from saf.ops.flash_decode import op
 
 
 def layer(query_heads: int = 2, rows: int = 1, dtype: torch.dtype = torch.float16) -> dict:
@@ -16,7 +16,7 @@ def layer(query_heads: int = 2, rows: int = 1, dtype: torch.dtype = torch.float1
     tensors = {name: torch.randn(1, count, length, 16).to(dtype) for name, (count, length) in heads.items()}
     pattern = synthetic_patterns(1, 40, torch.Generator())
     frozen = FrozenHeads.from_patterns(pattern, dtype=dtype, kv_head=(0, 1, 2))
-    frozen._add_tables(dtype, "toeplitz", frozen.tables(dtype) | op.decode_tables((0, 1, 2), 1, torch.device("cpu")))
+    frozen._add_tables(dtype, "toeplitz", frozen.tables(dtype) | op.decode_maps((0, 1, 2), 1, torch.device("cpu")))
     return {**tensors, "frozen": frozen}
 
 
@@ -29,7 +29,7 @@ def launches(monkeypatch) -> list[int]:
     """Pretend that the kernel runs here, and count the passes that take it."""
     taken: list[int] = []
     monkeypatch.setattr(op, "uses_triton", lambda device, dtype: True)
-    monkeypatch.setattr("saf.ops.attention.flash_decode", lambda query, *_: taken.append(1) or query)
+    monkeypatch.setattr("saf.ops.attention.flash_decode", lambda query, *_, **__: taken.append(1) or query)
     return taken
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from tests.ops.kernels import decode, decoder, layers, linear, logits, recurrent, toeplitz
+from tests.ops.kernels import flash_decode, layers, linear, logits, loss_and_gelu, recurrent, toeplitz
 
-AREAS = (toeplitz, linear, recurrent, decode, decoder, logits, layers)
+AREAS = (toeplitz, linear, recurrent, flash_decode, loss_and_gelu, logits, layers)
 CASES = [(area.__name__.rpartition(".")[2], name) for area in AREAS for name in area.CASES]
 
 

@@ -12,8 +12,8 @@ SPILLED = {
     "key_block_kernel grouped bf16 D96": 520,
     "key_block_kernel grouped bf16 D128": 512,
     "fused_forward_kernel fp32 D192": 16,
-    "flash_decode_kernel bf16 D128 9x4": 8,
-    "flash_decode_kernel fp16 D128 9x4": 8,
+    "flash_decode_kernel bf16 D128 9+3": 8,
+    "flash_decode_kernel fp16 D128 9+3": 8,
     "toeplitz_kernel bf16": 64,
     "toeplitz_kernel fp16": 64,
 }

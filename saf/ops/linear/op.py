@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 from saf.errors import UnsupportedError
 from saf.ops.backend import Backend, Tables, ValueHeads
-from saf.ops.decode.op import decode_tables
+from saf.ops.flash_decode.op import decode_maps
 from saf.ops.heads import heads_like, take_heads, unit_stride
 from saf.ops.operator import operator, product_precision, uses_triton
 from saf.ops.positions import CachePosition
@@ -88,7 +88,7 @@ class Linear(Backend):
             chunked, keys, rows = linear_tables(exact, dtype)
             tables: Tables = {**chunked._asdict(), "key_scale": keys, "row_scale": rows}
             tables |= {"distance": exact.distance.to(dtype), "stored": (), "convolved": tuple(range(count))}
-            tables |= decode_tables(kv_head, count, device) if uses_triton(device, dtype) else {}
+            tables |= decode_maps(kv_head, count, device) if uses_triton(device, dtype) else {}
             prepared[dtype] = tables
         return prepared
 

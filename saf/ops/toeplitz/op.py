@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from saf.errors import UnsupportedError
 from saf.ops.backend import Backend, Tables, ValueHeads
-from saf.ops.decode.op import decode_tables
+from saf.ops.flash_decode.op import decode_maps
 from saf.ops.fused.op import few_tables, serves_few
 from saf.ops.heads import dense_product, heads_like, merge_slots, take_heads, unit_stride
 from saf.ops.operator import has_triton, operator, product_precision, uses_triton
@@ -35,7 +35,7 @@ class Toeplitz(Backend):
 
     Tables of the `C` slots in `convolved`: `distance [C, T]` exp(rho) in the values' dtype, `table` from
     `distance_table`, `key_scale` exp(alpha) and `row_scale` 1/Z `[C, T]` in float32 (float64 for float64 values).
-    Slots in `stored` have `weights [F - C, T, T]`. Where none is stored, `few_tables` and `decode_tables` are added.
+    Slots in `stored` have `weights [F - C, T, T]`. Where none is stored, `few_tables` and `decode_maps` are added.
     """
 
     trains = True
@@ -99,7 +99,7 @@ def _tables(
         tables["weights"] = torch.stack([patterns[slot].dense().to(device=device, dtype=dtype) for slot in stored])
     else:
         tables |= few_tables(patterns, dtype, device, kv_head)
-        tables |= decode_tables(kv_head, len(patterns), device) if uses_triton(device, dtype) else {}
+        tables |= decode_maps(kv_head, len(patterns), device) if uses_triton(device, dtype) else {}
     return tables | {"convolved": convolved, "stored": stored}
 
 

@@ -5,9 +5,9 @@ import torch
 from torch.nn import functional as F
 
 from saf.errors import InputError
-from saf.ops import decoder
-from saf.ops.decoder import gelu_linear, softmax_gradient_
+from saf.ops import loss_and_gelu
 from saf.ops.heads import take_heads
+from saf.ops.loss_and_gelu import gelu_linear, softmax_gradient_
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
@@ -34,7 +34,7 @@ def test_labels_that_are_no_columns_are_refused(label):
 
 
 def test_gelu_before_a_projection_has_its_gradients_and_keeps_the_input_alone(monkeypatch):
-    monkeypatch.setattr(decoder, "recomputes", lambda x: True)  # as on CUDA
+    monkeypatch.setattr(loss_and_gelu, "recomputes", lambda x: True)  # as on CUDA
     x, weight = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 8), (3, 8)))
     target, kept = torch.randn(2, 5, 3, dtype=torch.float64), []
     compiled = torch.compile(gelu_linear, fullgraph=True, backend="aot_eager")

@@ -104,7 +104,7 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
     if labels.shape != logits.shape[:1]:
         raise InputError(f"labels must be [{logits.shape[0]}], one a row of logits, got {list(labels.shape)}")
     if uses_triton(logits.device, logits.dtype):
-        from saf.ops.decoder_kernels import softmax_gradient
+        from saf.ops.loss_and_gelu_kernels import softmax_gradient
 
         return softmax_gradient(logits, labels, count, ignored=IGNORED)
     log_probs, wide, normaliser, known = _log_probs(logits, labels)
@@ -169,7 +169,7 @@ class _GeluLinear(torch.autograd.Function):
 def gelu(x: Tensor) -> Tensor:
     """Return `x Phi(x)` in the dtype of `x`, contiguous."""
     if uses_triton(x.device, x.dtype):
-        from saf.ops.decoder_kernels import gelu as kernel
+        from saf.ops.loss_and_gelu_kernels import gelu as kernel
 
         return kernel(x.contiguous())
     return F.gelu(x).contiguous()
@@ -179,7 +179,7 @@ def gelu(x: Tensor) -> Tensor:
 def gelu_backward_(x: Tensor, gradient: Tensor) -> Tensor:
     """Multiply `gradient` (contiguous) by `Phi(x) + x phi(x)` and return `x Phi(x)`; shapes and dtypes as `x`."""
     if uses_triton(x.device, x.dtype):
-        from saf.ops.decoder_kernels import gelu_backward as kernel
+        from saf.ops.loss_and_gelu_kernels import gelu_backward as kernel
 
         return kernel(x.contiguous(), gradient)
     gradient.copy_(torch.ops.aten.gelu_backward(gradient, x))

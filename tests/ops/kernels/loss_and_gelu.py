@@ -49,7 +49,7 @@ def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
 
 def _gelu(case: Gelu, device: str) -> dict[str, bool]:
     """Errors are those of rounding the exact result once."""
-    from saf.ops.decoder_kernels import gelu, gelu_backward
+    from saf.ops.loss_and_gelu_kernels import gelu, gelu_backward
 
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.dtype)
@@ -69,7 +69,7 @@ def _gelu(case: Gelu, device: str) -> dict[str, bool]:
 
 def _loss(case: Loss, device: str) -> dict[str, bool]:
     """Losses to float32's rounding, gradients to their dtype's."""
-    from saf.ops.decoder_kernels import softmax_gradient
+    from saf.ops.loss_and_gelu_kernels import softmax_gradient
 
     generator = torch.Generator(device).manual_seed(0)
     logits = (4 * torch.randn(5, case.vocab, generator=generator, device=device)).to(getattr(torch, case.dtype))

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from saf.ops.flash_decode.kernels import merge as MERGE
+
 LIMITS = {"float32": 1e-6, "float16": 1.5e-3, "bfloat16": 8e-3}
 """Relative L2 errors, of live heads (softmax weights rounded to the dtype) and of frozen ones."""
 BATCH, LENGTH = 3, 300
@@ -50,21 +52,20 @@ def run(case: Case | int, device: str) -> list[str]:
         return _merged(case, device)
     from saf.bench.models import synthetic_patterns
     from saf.ops import FrozenHeads, frozen_attention, mixed_attention
-    from saf.ops.decode import op
+    from saf.ops.flash_decode import kernels, op
     from saf.ops.heads import cached_order
     from saf.ops.positions import CachePosition
 
-    op.PART_KEYS, op.uses_triton = case.part_keys, lambda device, dtype: True
+    kernels.PART_KEYS, op.uses_triton = case.part_keys, lambda device, dtype: True
     op.DTYPES = (torch.float32, torch.float16)  # of so few channels float32 fits
-    launches: list[int] = []
-    kernel = torch.ops.saf.flash_decode.default
-    op.decode_heads = lambda *arguments: launches.append(arguments[-2]) or kernel(*arguments)
+    parts: list[int] = []
+    kernels.merge = lambda sums, *rest: parts.append(len(sums)) or MERGE(sums, *rest)
     generator, dtype = torch.Generator().manual_seed(0), getattr(torch, case.dtype)
     every, count = (*case.slots, *case.heads), len(case.heads)
     pattern, frozen = synthetic_patterns(max(1, count), 320, generator), None
     if count:
         frozen = FrozenHeads.from_patterns(pattern, dtype=dtype, device=device, kv_head=every)
-        maps = op.decode_tables(every, count, torch.device(device))  # elsewhere than on a GPU no pass reads them
+        maps = op.decode_maps(every, count, torch.device(device))  # elsewhere than on a GPU no pass reads them
         frozen._add_tables(dtype, "toeplitz", {**frozen.tables(dtype), **maps})
     keys, pads = sorted(set(case.slots)), case.pads or (0, 0, 0)
 
@@ -91,7 +92,7 @@ def run(case: Case | int, device: str) -> list[str]:
     real = torch.tensor([[first + row >= pad for row in range(case.rows)] for pad in pads], device=device)
     mask = real[:, None, :, None]
     checks = {
-        f"launches of {launches} parts": len(launches) == 1 and (launches[0] == 1) == (case.part_keys > LENGTH),
+        f"launches of {parts} parts": len(parts) == 1 and (parts[0] == 1) == (case.part_keys > LENGTH),
         "not finite": bool(found.isfinite().all()),
         "not stored as [B, T, H, D]": found.transpose(1, 2).is_contiguous(),
     }
@@ -105,13 +106,11 @@ def run(case: Case | int, device: str) -> list[str]:
 
 def _merged(parts: int, device: str) -> list[str]:
     """More parts than are weighed at once: two live heads by the exponentials of their sums, a frozen one added up."""
-    from saf.ops.decode.kernels import merge
-
     generator = torch.Generator().manual_seed(0)
     sums = torch.randn(parts, 2, 3, 2, 16, generator=generator).to(device)
     logs = 8 * torch.randn(parts, 2, 2, 2, generator=generator).to(device)
     found = sums.new_empty(2, 2, 3, 16).transpose(1, 2)
-    merge(sums, logs, found)
+    MERGE(sums, logs, found)
     weights = (2 ** logs.double()) / (2 ** logs.double()).sum(0)
     live = (weights[..., None] * sums[:, :, :2].double()).sum(0)
     exact = torch.cat([live, sums[:, :, 2:].double().sum(0)], 1)
