@@ -9,7 +9,7 @@ import torch
 import saf.ops.loss_and_gelu  # noqa: F401 (registers operators)
 from saf.ops import FrozenHeads
 from saf.ops.flash_decode.op import decode_maps
-from saf.ops.fused.op import MAPS, PATTERNS
+from saf.ops.fused.op import operator_tables
 from saf.ops.linear.op import RecurrentState, exact_tables, linear_tables
 from saf.ops.operator import has_triton
 from saf.patterns import CompactPattern
@@ -126,8 +126,7 @@ def fused_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, list
     tables, results = frozen.tables(dtype), {"fused": [], "fused_backward": [], "fused_visible": []}
     for layout, live in (("mixed", 2), ("frozen", 0)):
         inputs = [draw(2, 40, heads, 64).transpose(1, 2) for heads in (live, live, live + 2)]
-        maps, stored = [tables[f"{layout}_{name}"] for name in MAPS], [tables[name] for name in PATTERNS]
-        rest = (maps, stored, list(tables[f"{layout}_counts"]), tables[f"{layout}_grouped"][0], 0.125)
+        rest = (*operator_tables(tables, layout), 0.125)
         output, log_sums = torch.ops.saf.fused(*inputs, *rest)
         results["fused"].append((*(x.clone().requires_grad_() for x in inputs), *rest))
         results["fused_backward"].append((draw(*output.shape), *inputs, output, log_sums, *rest))

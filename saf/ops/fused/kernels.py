@@ -10,6 +10,7 @@ by tile, and read from memory for dense ones. Exponentials are powers of two: sc
 of log 2. Tiles in the key-block kernel are [key, query], transposed weights. Names are those of saf/ops/launch.py.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -17,10 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.ops.fused.op import PAD, FusedPatterns, HeadMaps, read_tables
+from saf.ops.fused.op import PAD, FusedTables
 from saf.ops.heads import heads_like
 from saf.ops.launch import add_product, cdiv, launch, padded_channels, strides
-from saf.ops.live import score_scale
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
@@ -81,7 +81,7 @@ def choose_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, few: b
 
 
 def fused_forward(
-    query: Tensor, key: Tensor, value: Tensor, maps: HeadMaps, patterns: FusedPatterns, *, scale: float | None = None,
+    query: Tensor, key: Tensor, value: Tensor, tables: FusedTables, counts: Sequence[int], scale: float, *,
     config: FusedConfig | None = None, visible: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Do `saf::fused` in one launch; with `visible` a compiler sees the kernel.
@@ -90,18 +90,19 @@ def fused_forward(
     in nats.
     """
     batch, _, length, dim = value.shape
-    live, heads = maps.counts[0], sum(maps.counts)
+    live, heads = counts[0], sum(counts)
     result, lse = heads_like(value, heads), value.new_empty(batch, live, length, dtype=torch.float32)
     if not result.numel():
         return result, lse
     rows = batch * heads * length
     few = rows <= FEW_ROWS or rows * length <= FEW_PAIRS
     blocks = (config or choose_config(dim=dim, dtype=value.dtype, few=few)).forward
-    grid, factor = (batch * heads, cdiv(length, blocks.block_m)), score_scale(scale, dim) * LOG2E.value
-    pattern_strides, constants = _pattern_arguments(maps, patterns)
-    numbers = (heads, live, length, factor, *strides(query, key, value, result), *pattern_strides)
-    arguments = query, key, value, result, lse, *maps[:5], *patterns, *numbers
-    constants |= blocks.constants(length, dim)
+    grid = (batch * heads, cdiv(length, blocks.block_m))
+    arguments = (
+        query, key, value, result, lse, *tables[:5], *_patterns(tables), heads, live, length, scale * LOG2E.value,
+        *strides(query, key, value),
+    )  # fmt: skip
+    constants = blocks.constants(length, dim) | _kinds(counts)
     if visible:
         torch.library.wrap_triton(fused_forward_kernel)[grid](*arguments, **constants)
     else:
@@ -111,61 +112,60 @@ def fused_forward(
 
 @torch.library.triton_op("saf::fused_visible", mutates_args=())
 def visible_forward(
-    query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
-    grouped: bool, scale: float,
-) -> Tensor:  # fmt: skip
+    query: Tensor, key: Tensor, value: Tensor, tables: list[Tensor], counts: list[int], scale: float
+) -> Tensor:
     """Return the output of `saf::fused`, whose arguments these are, so that compiled code launches the kernel itself.
 
     Called from Python or from an exported program, it costs the host more than `saf::fused`. Channels have unit stride.
     """
-    tables = read_tables(maps, patterns, counts, grouped)
-    return fused_forward(query, key, value, *tables, scale=scale, visible=True)[0]
+    return fused_forward(query, key, value, FusedTables(*tables), counts, scale, visible=True)[0]
 
 
 def fused_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, maps: HeadMaps,
-    patterns: FusedPatterns, *, scale: float | None = None, config: FusedConfig | None = None,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tables: FusedTables,
+    counts: Sequence[int], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients to query, key and value, each stored as `[B, T, heads, D]`; deterministic.
 
     `grad [B, H, T, D]` is that of the output `out`, `lse` the log-sum-exps of `fused_forward`.
     """
-    batch, num_value_heads, length, dim = value.shape
-    live, factor = maps.counts[0], score_scale(scale, dim)
-    dq, dk, dv = heads_like(query, live), heads_like(key, key.shape[1]), heads_like(value, num_value_heads)
+    (batch, num_value_heads, length, dim), live, keys = value.shape, counts[0], key.shape[1]
+    dq, dk, dv = heads_like(query, live), heads_like(key, keys), heads_like(value, num_value_heads)
     if dv.numel() == 0:
         return dq, dk, dv
-    blocks = config or choose_config(dim=dim, dtype=value.dtype, grouped=maps.grouped)
+    grouped = tables.group_start.numel() > 0
+    blocks = choose_config(dim=dim, dtype=value.dtype, grouped=grouped)
     operands, delta = (query, key, value, grad, lse), torch.empty_like(lse)
-    pattern_strides, constants = _pattern_arguments(maps, patterns)
+    of_operands = strides(query, key, value, grad)
     if live:
         launch(
-            delta_kernel, (batch * live, cdiv(length, 64)), out, grad, delta, maps.live, live, length,
+            delta_kernel, (batch * live, cdiv(length, 64)), out, grad, delta, tables.live, live, length,
             *strides(out, grad), D=dim, DP=padded_channels(dim), BM=64, num_warps=4, device=value.device,
         )  # fmt: skip
     launch(
         key_block_kernel, (batch * num_value_heads, cdiv(length, blocks.keys.block_k)), *operands, delta, dk, dv,
-        maps.state, maps.query, maps.key, maps.pattern, maps.group_start, maps.group_heads, *patterns,
-        num_value_heads, live, length, factor, *strides(query, key, value, grad, dk, dv),
-        *pattern_strides,
-        **blocks.keys.constants(length, dim), **constants, GROUPED=maps.grouped,
-        device=value.device,
+        tables.state, tables.query, tables.key, tables.pattern, tables.group_start, tables.group_heads,
+        *_patterns(tables), num_value_heads, live, keys, length, scale, *of_operands,
+        **blocks.keys.constants(length, dim), **_kinds(counts), GROUPED=grouped, device=value.device,
     )  # fmt: skip
     if live:
         launch(
             query_block_kernel, (batch * live, cdiv(length, blocks.queries.block_m)), *operands, delta, dq,
-            maps.live, maps.key, maps.value, live, length, factor, *strides(query, key, value, grad, dq),
+            tables.live, tables.key, tables.value, live, length, scale, *of_operands,
             **blocks.queries.constants(length, dim), device=value.device,
         )  # fmt: skip
     return dq, dk, dv
 
 
-def _pattern_arguments(maps: HeadMaps, patterns: FusedPatterns) -> tuple[tuple[int, ...], dict[str, Any]]:
-    """Return the strides of patterns, and constants that leave out the code of kinds of heads that a layer lacks."""
+def _patterns(tables: FusedTables) -> tuple[Any, ...]:
+    """Return the patterns and the positions that they cover."""
+    return *tables[8:], tables.alpha.shape[1]
+
+
+def _kinds(counts: Sequence[int]) -> dict[str, Any]:
+    """Return constants that leave out the code of kinds of heads that a layer lacks."""
     names = "HAS_LIVE", "HAS_COMPACT", "HAS_DENSE"
-    kinds = {name: count > 0 for name, count in zip(names, maps.counts, strict=True)}
-    pattern_strides = patterns.alpha.stride(0), *patterns.band.stride()[:2], *patterns.dense.stride()[:2]
-    return pattern_strides, kinds | {"PAD": PAD}
+    return {name: count > 0 for name, count in zip(names, counts, strict=True)} | {"PAD": PAD}
 
 
 # --- forward
@@ -174,80 +174,72 @@ def _pattern_arguments(maps: HeadMaps, patterns: FusedPatterns) -> tuple[tuple[i
 @triton.jit
 def fused_forward_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, state_ptr, query_ptr, key_ptr, value_ptr, pattern_ptr,
-    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, H, L, T, scale,
-    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
-    v_stride_b, v_stride_h, v_stride_t, out_stride_b, out_stride_h, out_stride_t,
-    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
+    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, H, L, T, scale,
+    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute one (batch element, head, query block); the head's state selects how its weights are computed."""
+    """Compute O = P V of one (sequence, head, block of queries); the head's state selects how P is computed."""
     # Blocks with the longest sum come first.
-    i_m = tl.num_programs(1) - 1 - tl.program_id(1)
+    m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
     i_b = (tl.program_id(0) // H).to(tl.int64)
     i_h = tl.program_id(0) % H
     state = tl.load(state_ptr + i_h)
     slot = tl.load(pattern_ptr + i_h).to(tl.int64)
-    m0 = i_m * BM
-    o_m = m0 + tl.arange(0, BM)
-    hi = tl.minimum(m0 + BM, T)
-    v_ptr += i_b * v_stride_b + tl.load(value_ptr + i_h).to(tl.int64) * v_stride_h
-    acc = tl.zeros((BM, DP), dtype=tl.float32)
+    p_v = v_ptr + i_b * v_stride_b + tl.load(value_ptr + i_h).to(tl.int64) * v_stride_h
+    b_out = tl.zeros((BM, DP), dtype=tl.float32)
     scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
 
     # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in op.py.
     if HAS_LIVE:  # noqa: SIM102
         if state == 0:
             i_q = tl.load(query_ptr + i_h).to(tl.int64)
-            q_ptr += i_b * q_stride_b + i_q * q_stride_h
-            k_ptr += i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
-            b_q = load_rows(q_ptr, m0, q_stride_t, T, BM, D, DP, EVEN)
-            row_max = tl.full((BM,), float("-inf"), tl.float32)
-            row_sum = tl.zeros((BM,), dtype=tl.float32)
-            # Key blocks wholly in the past need no mask.
-            middle = (m0 // BK) * BK
-            acc, row_sum, row_max = _attend(
-                acc, row_sum, row_max, b_q, k_ptr, v_ptr, 0, middle, o_m, T, scale, k_stride_t, v_stride_t,
-                D, DP, BK, False, True, PRECISION, STAGES,
+            p_k = k_ptr + i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
+            b_out = _live_rows(
+                b_out, q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_k, p_v, lse_ptr + (i_b * L + i_q) * T,
+                m0, T, scale, q_stride_t, k_stride_t, v_stride_t, D, DP, BM, BK, EVEN, PRECISION, STAGES,
             )  # fmt: skip
-            acc, row_sum, row_max = _attend(
-                acc, row_sum, row_max, b_q, k_ptr, v_ptr, middle, hi, o_m, T, scale, k_stride_t, v_stride_t,
-                D, DP, BK, True, EVEN, PRECISION, STAGES,
-            )  # fmt: skip
-            acc = acc / row_sum[:, None]
-            # 0.6931... = log 2: the stored log-sum-exp is a natural logarithm.
-            lse = (row_max + tl.log2(row_sum)) * 0.6931471805599453
-            tl.store(lse_ptr + (i_b * L + i_q) * T + o_m, lse, mask=o_m < T)
-
     if HAS_COMPACT:  # noqa: SIM102
         if state == 1:
-            query = tl.arange(0, BM)[:, None]
-            key = tl.arange(0, BK)[None, :]
-            b_z = tl.load(log_z_ptr + slot * pattern_stride + o_m, mask=o_m < T, other=float("inf"))
-            band_ptr += slot * band_stride
-            for k0 in tl.range(0, hi, BK, num_stages=STAGES):
-                o_k = k0 + tl.arange(0, BK)
-                b_rho = band_tile(band_ptr, band_shift_stride, query, key, PAD + m0 - k0)
-                b_alpha = tl.load(alpha_ptr + slot * pattern_stride + o_k, mask=o_k < T, other=float("-inf"))
-                b_p = tl.exp2((b_rho - b_z[:, None]) + b_alpha[None, :])
-                b_v = load_rows(v_ptr, k0, v_stride_t, T, BK, D, DP, EVEN)
-                acc = add_product(acc, b_p, b_v, PRECISION)
-
+            b_out = _compact_rows(
+                b_out, p_v, alpha_ptr + slot * covered, band_ptr + slot * 4 * band_width(covered, PAD),
+                log_z_ptr + slot * covered, m0, T, band_width(covered, PAD), v_stride_t,
+                D, DP, BM, BK, PAD, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
     if HAS_DENSE:  # noqa: SIM102
         if state == 2:
-            p_p = dense_ptr + slot * dense_stride + o_m.to(tl.int64)[:, None] * dense_row_stride
-            for k0 in tl.range(0, hi, BK, num_stages=STAGES):
-                o_k = k0 + tl.arange(0, BK)
-                causal = (o_m < T)[:, None] & (o_m[:, None] >= o_k[None, :])
-                b_p = tl.load(p_p + o_k[None, :], mask=causal, other=0.0)
-                b_v = load_rows(v_ptr, k0, v_stride_t, T, BK, D, DP, EVEN)
-                acc = add_product(acc, b_p, b_v, PRECISION)
+            b_out = _dense_rows(
+                b_out, p_v, dense_ptr + slot * covered * covered, m0, T, covered, v_stride_t,
+                D, DP, BM, BK, EVEN, PRECISION, STAGES,
+            )  # fmt: skip
+    _store_rows(out_ptr + (i_b * T * H + i_h) * D, b_out, m0, H * D, T, D, DP, BM)
 
-    out_ptr += i_b * out_stride_b + i_h.to(tl.int64) * out_stride_h
-    o_d = tl.arange(0, DP)
-    p_out = out_ptr + o_m.to(tl.int64)[:, None] * out_stride_t + o_d[None, :]
-    tl.store(p_out, acc.to(out_ptr.dtype.element_ty), mask=(o_m < T)[:, None] & (o_d < D)[None, :])
+
+@triton.jit
+def _live_rows(
+    b_out, p_q, p_k, p_v, p_lse, m0, T, scale2, q_stride_t, k_stride_t, v_stride_t,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return softmax(scale Q K^T) V of a block of queries, [BM, DP], and store its log-sum-exps."""
+    o_m = m0 + tl.arange(0, BM)
+    b_q = load_rows(p_q, m0, q_stride_t, T, BM, D, DP, EVEN)
+    row_max = tl.full((BM,), float("-inf"), tl.float32)
+    row_sum = tl.zeros((BM,), dtype=tl.float32)
+    # Key blocks wholly in the past need no mask.
+    middle = (m0 // BK) * BK
+    b_out, row_sum, row_max = _attend(
+        b_out, row_sum, row_max, b_q, p_k, p_v, 0, middle, o_m, T, scale2, k_stride_t, v_stride_t,
+        D, DP, BK, False, True, PRECISION, STAGES,
+    )  # fmt: skip
+    b_out, row_sum, row_max = _attend(
+        b_out, row_sum, row_max, b_q, p_k, p_v, middle, tl.minimum(m0 + BM, T), o_m, T, scale2, k_stride_t, v_stride_t,
+        D, DP, BK, True, EVEN, PRECISION, STAGES,
+    )  # fmt: skip
+    # 0.6931... = log 2: the stored log-sum-exp is a natural logarithm.
+    tl.store(p_lse + o_m, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=o_m < T)
+    return b_out / row_sum[:, None]
 
 
 @triton.jit
@@ -274,6 +266,45 @@ def _attend(
     return acc, row_sum, row_max
 
 
+@triton.jit
+def _compact_rows(
+    b_out, p_v, p_alpha, p_band, p_log_z, m0, T, band_stride, v_stride_t,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return sum_j exp(rho(i - j) - log Z(i) + alpha(j)) v_j (Eq. 3) of a block of queries, [BM, DP]."""
+    o_m = m0 + tl.arange(0, BM)
+    query = tl.arange(0, BM)[:, None]
+    key = tl.arange(0, BK)[None, :]
+    b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=float("inf"))
+    for k0 in tl.range(0, tl.minimum(m0 + BM, T), BK, num_stages=STAGES):
+        o_k = k0 + tl.arange(0, BK)
+        b_rho = band_tile(p_band, band_stride, query, key, PAD + m0 - k0)
+        b_alpha = tl.load(p_alpha + o_k, mask=o_k < T, other=float("-inf"))
+        b_p = tl.exp2((b_rho - b_z[:, None]) + b_alpha[None, :])
+        b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
+        b_out = add_product(b_out, b_p, b_v, PRECISION)
+    return b_out
+
+
+@triton.jit
+def _dense_rows(
+    b_out, p_v, p_dense, m0, T, dense_stride, v_stride_t,
+    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """Return P V of a block of queries, [BM, DP], with P in memory."""
+    o_m = m0 + tl.arange(0, BM)
+    p_p = p_dense + o_m.to(tl.int64)[:, None] * dense_stride
+    for k0 in tl.range(0, tl.minimum(m0 + BM, T), BK, num_stages=STAGES):
+        o_k = k0 + tl.arange(0, BK)
+        causal = (o_m < T)[:, None] & (o_m[:, None] >= o_k[None, :])
+        b_p = tl.load(p_p + o_k[None, :], mask=causal, other=0.0)
+        b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
+        b_out = add_product(b_out, b_p, b_v, PRECISION)
+    return b_out
+
+
 # --- backward
 
 
@@ -298,16 +329,14 @@ def delta_kernel(
 def key_block_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
     state_ptr, query_ptr, key_ptr, pattern_ptr, group_start_ptr, group_heads_ptr,
-    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, num_value_heads, L, T, scale,
+    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, num_value_heads, L, K, T, scale,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
-    dk_stride_b, dk_stride_h, dk_stride_t, dv_stride_b, dv_stride_h, dv_stride_t,
-    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, GROUPED: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute dV of all heads and dK of live ones, in a fixed order, of one (batch element, value head, key block)."""
+    """Compute dV of all heads and dK of live ones, in a fixed order, of one (sequence, value head, block of keys)."""
     i_b = (tl.program_id(0) // num_value_heads).to(tl.int64)
     i_g = tl.program_id(0) % num_value_heads
     k0 = tl.program_id(1) * BK
@@ -316,80 +345,76 @@ def key_block_kernel(
     b_dk = tl.zeros((BK, DP), dtype=tl.float32)
     # The key head that the live heads of this value head read, -1 without any: a tensor like k0, because the loop
     # carries it (Triton 3.7 makes a tensor of a plain -1 too).
-    key_slot = k0 * 0 - 1
+    i_k = k0 * 0 - 1
     if GROUPED:
         lo = tl.load(group_start_ptr + i_g)
         hi = tl.load(group_start_ptr + i_g + 1)
         for entry in range(lo, hi):
-            b_dk, b_dv, key_slot = _add_head(
-                b_dk, b_dv, key_slot, tl.load(group_heads_ptr + entry), i_b, k0, p_v,
+            b_dk, b_dv, i_k = _add_head(
+                b_dk, b_dv, i_k, tl.load(group_heads_ptr + entry), i_b, k0, p_v,
                 q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
-                alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+                alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, L, T, scale,
                 q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
                 grad_stride_b, grad_stride_h, grad_stride_t,
-                pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
                 D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
             )  # fmt: skip
     else:
         # Without a loop over heads the compiler keeps no address of one kind of head alive through another's loop.
-        b_dk, b_dv, key_slot = _add_head(
-            b_dk, b_dv, key_slot, tl.load(group_heads_ptr + i_g), i_b, k0, p_v,
+        b_dk, b_dv, i_k = _add_head(
+            b_dk, b_dv, i_k, tl.load(group_heads_ptr + i_g), i_b, k0, p_v,
             q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
-            alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+            alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, L, T, scale,
             q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
             grad_stride_b, grad_stride_h, grad_stride_t,
-            pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
             D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
         )  # fmt: skip
 
-    _store_rows(dv_ptr + i_b * dv_stride_b + i_g.to(tl.int64) * dv_stride_h, b_dv, k0, dv_stride_t, T, D, DP, BK)
+    _store_rows(dv_ptr + (i_b * T * num_value_heads + i_g) * D, b_dv, k0, num_value_heads * D, T, D, DP, BK)
     if HAS_LIVE:  # noqa: SIM102
-        if key_slot >= 0:
-            p_dk = dk_ptr + i_b * dk_stride_b + key_slot.to(tl.int64) * dk_stride_h
-            _store_rows(p_dk, b_dk * scale, k0, dk_stride_t, T, D, DP, BK)
+        if i_k >= 0:
+            _store_rows(dk_ptr + (i_b * T * K + i_k) * D, b_dk * scale, k0, K * D, T, D, DP, BK)
 
 
 @triton.jit
 def _add_head(
-    b_dk, b_dv, key_slot, i_h, i_b, k0, p_v,
+    b_dk, b_dv, i_k, i_h, i_b, k0, p_v,
     q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
-    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, L, T, scale,
+    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, L, T, scale,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
     grad_stride_b, grad_stride_h, grad_stride_t,
-    pattern_stride, band_stride, band_shift_stride, dense_stride, dense_row_stride,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Add one head's part to dV and dK of a key block; return the key slot too if the head is live."""
+    """Add one head's part to dV and dK of a block of keys; return its key head too if the head is live."""
     state = tl.load(state_ptr + i_h)
     slot = tl.load(pattern_ptr + i_h).to(tl.int64)
     p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
     if HAS_LIVE:  # noqa: SIM102
         if state == 0:
             i_q = tl.load(query_ptr + i_h).to(tl.int64)
-            key_slot = tl.load(key_ptr + i_h)
+            i_k = tl.load(key_ptr + i_h)
             rows = (i_b * L + i_q) * T
             b_dk, b_dv = _live_keys(
-                b_dk, b_dv, k_ptr + i_b * k_stride_b + key_slot.to(tl.int64) * k_stride_h, p_v,
+                b_dk, b_dv, k_ptr + i_b * k_stride_b + i_k.to(tl.int64) * k_stride_h, p_v,
                 q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_grad, lse_ptr + rows, delta_ptr + rows,
                 k0, T, scale * LOG2E, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
                 D, DP, BM, BK, EVEN, PRECISION, STAGES,
             )  # fmt: skip
     if HAS_COMPACT:  # noqa: SIM102
         if state == 1:
-            start = slot * pattern_stride
             b_dv = _compact_keys(
-                b_dv, p_grad, alpha_ptr + start, band_ptr + slot * band_stride, log_z_ptr + start, k0, T,
-                grad_stride_t, band_shift_stride, D, DP, BM, BK, PAD, EVEN, PRECISION, STAGES,
+                b_dv, p_grad, alpha_ptr + slot * covered, band_ptr + slot * 4 * band_width(covered, PAD),
+                log_z_ptr + slot * covered, k0, T, band_width(covered, PAD), grad_stride_t,
+                D, DP, BM, BK, PAD, EVEN, PRECISION, STAGES,
             )  # fmt: skip
     if HAS_DENSE:  # noqa: SIM102
         if state == 2:
             b_dv = _dense_keys(
-                b_dv, p_grad, dense_ptr + slot * dense_stride, k0, T, grad_stride_t, dense_row_stride,
+                b_dv, p_grad, dense_ptr + slot * covered * covered, k0, T, covered, grad_stride_t,
                 D, DP, BM, BK, EVEN, PRECISION, STAGES,
             )  # fmt: skip
-    return b_dk, b_dv, key_slot
+    return b_dk, b_dv, i_k
 
 
 @triton.jit
@@ -444,7 +469,7 @@ def _live_step(
 
 @triton.jit
 def _compact_keys(
-    b_dv, p_grad, p_alpha, p_band, p_log_z, k0, T, grad_stride_t, band_shift_stride,
+    b_dv, p_grad, p_alpha, p_band, p_log_z, k0, T, band_stride, grad_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -455,7 +480,7 @@ def _compact_keys(
     b_alpha = tl.load(p_alpha + o_k, mask=o_k < T, other=float("-inf"))
     for m0 in tl.range((k0 // BM) * BM, T, BM, num_stages=STAGES):
         o_m = m0 + tl.arange(0, BM)
-        b_rho = band_tile(p_band, band_shift_stride, query, key, PAD + m0 - k0)
+        b_rho = band_tile(p_band, band_stride, query, key, PAD + m0 - k0)
         # Rows beyond T: +inf makes their weights zero; unnormalised ones may be infinite, and their gradients are zero.
         b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=float("inf"))
         b_p = tl.exp2((b_rho - b_z[None, :]) + b_alpha[:, None])
@@ -466,7 +491,7 @@ def _compact_keys(
 
 @triton.jit
 def _dense_keys(
-    b_dv, p_grad, p_dense, k0, T, grad_stride_t, dense_row_stride,
+    b_dv, p_grad, p_dense, k0, T, dense_stride, grad_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -475,7 +500,7 @@ def _dense_keys(
     for m0 in tl.range((k0 // BM) * BM, T, BM, num_stages=STAGES):
         o_m = m0 + tl.arange(0, BM)
         causal = (o_m < T)[None, :] & (o_m[None, :] >= o_k[:, None])
-        p_p = p_dense + o_m.to(tl.int64)[None, :] * dense_row_stride + o_k[:, None]
+        p_p = p_dense + o_m.to(tl.int64)[None, :] * dense_stride + o_k[:, None]
         b_p = tl.load(p_p, mask=causal, other=0.0)
         b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
         b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
@@ -487,7 +512,6 @@ def query_block_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, live_ptr, key_ptr, value_ptr, L, T, scale,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
-    dq_stride_b, dq_stride_h, dq_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -518,7 +542,7 @@ def query_block_kernel(
         b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
         b_ds = b_p * (b_dp - b_delta[:, None])
         b_dq = add_product(b_dq, b_ds, b_k, PRECISION)
-    _store_rows(dq_ptr + i_b * dq_stride_b + i_q * dq_stride_h, b_dq * scale, m0, dq_stride_t, T, D, DP, BM)
+    _store_rows(dq_ptr + (i_b * T * L + i_q) * D, b_dq * scale, m0, L * D, T, D, DP, BM)
 
 
 # --- memory
@@ -550,9 +574,15 @@ def _store_rows(pointer, value, start, stride, T, D: tl.constexpr, DP: tl.conste
 
 
 @triton.jit
-def band_tile(band_ptr, shift_stride, query, key, start):
+def band_width(covered, PAD: tl.constexpr):
+    """Return the length of one copy of rho in `band`, for patterns that cover so many positions."""
+    return PAD + tl.cdiv(covered, PAD) * PAD
+
+
+@triton.jit
+def band_tile(p_band, band_stride, query, key, start):
     """Load rho at distances start + query - key as aligned vectors over queries; -inf at future keys.
 
     Key k reads copy k mod 4 of the band, so that the vectors of all keys are aligned alike.
     """
-    return tl.load(band_ptr + start + (key % 4) * shift_stride + (query - (key // 4) * 4))
+    return tl.load(p_band + start + (key % 4) * band_stride + (query - (key // 4) * 4))

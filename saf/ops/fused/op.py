@@ -1,15 +1,23 @@
 """The paper's execution: one Triton launch a layer for live and frozen heads, tiles of P rebuilt in registers.
 
-It is the paper's row in every benchmark; `toeplitz` is faster. It takes whole sequences without padding. Its forward
-launch also serves few tokens of backend `toeplitz` without gradients (`mix_few`), where a launch costs more than its
-work: in a CUDA graph of 1 x 512 an ordinary layer takes 70 us, one with frozen heads 67 by one launch and 80 by two
-(124M, 25% frozen, H200; docs/log.md). `HeadMaps` has the kind of each head, `FusedPatterns` what the kernels read of
-patterns.
+    live heads     P = softmax(scale Q K^T)
+    compact ones   P(i, j) = exp(alpha(j) + rho(i - j) - log Z(i))   (Eq. 3)
+    dense ones     P as stored
+    forward        O = P V
+    backward       dV = P^T dO of all heads, dQ and dK of live ones   (section 3.3)
+
+In plain PyTorch these are `live_attention` and `Reference` (saf/ops/backend.py). Here are the tables, the operator with
+its gradients, and the backend; kernels.py has the launches. The backend is the paper's row in every benchmark;
+`toeplitz` is faster. It takes whole sequences without padding.
+
+Its forward launch also serves few tokens of backend `toeplitz` without gradients (`mix_few`), where a launch costs more
+than its work: in a CUDA graph of 1 x 512 an ordinary layer takes 70 us, one with frozen heads 67 by one launch and 80
+by two (124M, 25% frozen, H200; docs/log.md).
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -26,12 +34,169 @@ LIVE, COMPACT, DENSE = 0, 1, 2
 PAD = 256
 """Entries of minus infinity in front of rho, and the multiple its length is rounded up to: twice the 128 positions of
 the largest block, since a tile on the diagonal reads as far back."""
+LOG2E = 1 / math.log(2)
+"""Logarithms times this are exponents of 2."""
 BAND_SHIFTS = 4
 """Shifted copies of rho: one of them is aligned for a 16-byte load of four float32 elements at any distance."""
 
+# --- tables
+
+
+class FusedTables(NamedTuple):
+    """What the kernels read of a layer with H heads: maps of heads, int32, and patterns in units of log 2, float32.
+
+    Attributes:
+        state: `[H]` kind of each head: LIVE, COMPACT or DENSE.
+        query: `[H]` slot in the query, for live heads; others hold 0, which is never read.
+        key: `[H]` slot in the key, for live heads.
+        value: `[H]` slot in the value.
+        pattern: `[H]` slot among the patterns of the head's own kind.
+        live: `[L]` head by query slot.
+        group_start: `[H_kv + 1]` first entry of each value head in `group_heads`; `[0]` where each serves one head.
+        group_heads: `[H]` heads sorted by value slot.
+        alpha: `[F_compact, T]`.
+        band: `[F_compact, 4, PAD + W]` copies of rho, copy s shifted by s, -inf before distance 0; W is T rounded up to
+            PAD.
+        log_z: `[F_compact, T]`.
+        dense: `[F_dense, T, T]` bfloat16, float16 or float32.
+    """
+
+    state: Tensor
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    pattern: Tensor
+    live: Tensor
+    group_start: Tensor
+    group_heads: Tensor
+    alpha: Tensor
+    band: Tensor
+    log_z: Tensor
+    dense: Tensor
+
+
+MAPS, PATTERNS = FusedTables._fields[:8], FusedTables._fields[8:]
+
+
+def head_maps(state: Sequence[int], value: Sequence[int], device: torch.device | str) -> Tables:
+    """Return the maps of heads with these kinds and value slots; keys lie in the order of their value heads."""
+    heads, num_value_heads = range(len(state)), max(value) + 1
+    rank = [state[:head].count(state[head]) for head in heads]  # the slot among heads of its kind
+    live = [head for head in heads if state[head] == LIVE]
+    used = sorted({value[head] for head in live})
+    one_to_one = sorted(value) == list(range(num_value_heads))
+    bounds = [] if one_to_one else range(num_value_heads + 1)
+    maps = (
+        state,
+        [rank[head] if state[head] == LIVE else 0 for head in heads],
+        [used.index(value[head]) if state[head] == LIVE else 0 for head in heads],
+        value,
+        rank,
+        live,
+        [sum(slot < bound for slot in value) for bound in bounds],
+        sorted(heads, key=lambda head: value[head]),
+    )
+    return {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in zip(MAPS, maps, strict=True)}
+
+
+def pattern_tables(patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device) -> Tables:
+    """Return `alpha`, `band`, `log_z` and `dense`, the latter of patterns that are not compact."""
+    forms, length = [pattern.compact() for pattern in patterns], patterns[0].length
+    compact = [form.to(device=device, dtype=torch.float64).level() for form in forms if form is not None]
+    dense = [p.dense().to(device=device, dtype=dtype) for p, form in zip(patterns, forms, strict=True) if form is None]
+    empty = torch.zeros(0, length, dtype=torch.float64, device=device)
+    alpha, rho, log_z = (
+        torch.stack([getattr(p, name) for p in compact]) * LOG2E if compact else empty
+        for name in ("alpha", "rho", "log_z")
+    )
+    stored = torch.stack(dense) if dense else torch.zeros(0, length, length, dtype=dtype, device=device)
+    return {"alpha": alpha.float(), "band": shifted_band(rho), "log_z": log_z.float(), "dense": stored}
+
+
+def shifted_band(rho: Tensor) -> Tensor:
+    """Return the `band` of `rho [F, T]`."""
+    heads, length = rho.shape
+    width = PAD + -(-length // PAD) * PAD
+    padded = rho.new_full((heads, width), -math.inf)
+    padded[:, PAD : PAD + length] = rho
+    band = rho.new_full((heads, BAND_SHIFTS, width), -math.inf, dtype=torch.float32)
+    for shift in range(BAND_SHIFTS):
+        band[:, shift, shift:] = padded[:, : width - shift].float()
+    return band
+
+
+def layer_tables(kinds: Sequence[int], layout: str, kv_head: Sequence[int], device: torch.device) -> Tables:
+    """Return the maps of a layer's heads and the numbers of live, compact and dense ones, names after `layout`."""
+    kinds = [LIVE] * (len(kv_head) - len(kinds)) + list(kinds)
+    maps = {f"{layout}_{name}": table for name, table in head_maps(kinds, kv_head, device).items()}
+    return maps | {f"{layout}_counts": tuple(kinds.count(kind) for kind in (LIVE, COMPACT, DENSE))}
+
+
+def operator_tables(tables: Tables, layout: str, prefix: str = "") -> tuple[list[Tensor], list[int]]:
+    """Return the tensors of `FusedTables` and the numbers of heads of each kind, as the operators take them."""
+    maps = [tables[f"{prefix}{layout}_{name}"] for name in MAPS]
+    return maps + [tables[prefix + name] for name in PATTERNS], list(tables[f"{prefix}{layout}_counts"])
+
+
+# --- the operator and its gradients
+
+
+def _gradients_like(gradient, query, key, value, output, log_sums, tables, counts, scale) -> tuple[Tensor, ...]:
+    return tuple(heads_like(x, x.shape[1]) for x in (query, key, value))
+
+
+@operator("fused_backward", fake=_gradients_like)
+def fused_product_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor,
+    tables: list[Tensor], counts: list[int], scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Return the gradients to query, key and value, of frozen heads dV = P^T dO alone (section 3.3 of the paper)."""
+    from saf.ops.fused.kernels import fused_backward
+
+    gradient, query, key, value = (unit_stride(x) for x in (gradient, query, key, value))
+    return fused_backward(gradient, query, key, value, output, log_sums, FusedTables(*tables), counts, scale)
+
+
+def _save_operands(ctx, inputs, output) -> None:
+    query, key, value, tables, ctx.counts, ctx.scale = inputs
+    ctx.save_for_backward(query, key, value, *output, *tables)
+
+
+def operand_gradients(ctx, gradient: Tensor, _):
+    """Return the gradients to query, key and value; tables have none."""
+    forbid_second_derivative()
+    query, key, value, output, log_sums, *tables = ctx.saved_tensors
+    operands = gradient, query, key, value, output, log_sums
+    gradients = fused_product_backward(*operands, tables, ctx.counts, ctx.scale)
+    return (*gradients, [None] * len(tables), None, None)
+
+
+def _product_like(query, key, value, tables, counts, scale) -> tuple[Tensor, Tensor]:
+    batch, live, length, _ = query.shape
+    return heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
+
+
+@operator("fused", fake=_product_like, gradient=operand_gradients, context=_save_operands)
+def fused_product(
+    query: Tensor, key: Tensor, value: Tensor, tables: list[Tensor], counts: list[int], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Mix all heads of a layer, in head order, `[B, H, T, D]`, and return the live heads' row log-sum-exps `[B, L, T]`.
+
+    `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `tables` are the tensors of `FusedTables`,
+    `counts` the numbers of live, compact and dense heads.
+    """
+    from saf.ops.fused.kernels import fused_forward
+
+    query, key, value = (unit_stride(x) for x in (query, key, value))
+    return fused_forward(query, key, value, FusedTables(*tables), counts, scale)
+
 
 class Fused(Backend):
-    """Execute frozen heads as the paper does, in one launch with live ones; its tables are those of `fused_tables`."""
+    """Execute frozen heads as the paper does, in one launch with live ones.
+
+    Its tables: those of `FusedTables`, with maps `frozen_*` of the frozen heads alone, and `mixed_*` of all slots where
+    `kv_head` names their value heads.
+    """
 
     mixes_live = True
     dtypes = TRITON_DTYPES
@@ -48,87 +213,21 @@ class Fused(Backend):
         self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,
         kv_head: ValueHeads = None,
     ) -> dict[torch.dtype, Tables]:  # fmt: skip
-        return {dtype: fused_tables(patterns, dtype, device, kv_head) for dtype in dtypes}
+        kinds = [DENSE if pattern.compact() is None else COMPACT for pattern in patterns]
+        maps = layer_tables(kinds, "frozen", range(len(kinds)), device)
+        if kv_head is not None:
+            maps |= layer_tables(kinds, "mixed", kv_head, device)
+        return {dtype: pattern_tables(patterns, dtype, device) | maps for dtype in dtypes}
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         def product(x: Tensor) -> Tensor:
-            return fused_product(x[:, :0], x[:, :0], x, *_arguments(tables, "frozen"), 1.0)[0]
+            return fused_product(x[:, :0], x[:, :0], x, *operator_tables(tables, "frozen"), 1.0)[0]
 
         return unpadded(product, take_heads(value, heads), left_pad)
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, tables: Tables, scale: float | None) -> Tensor:
         factor = score_scale(scale, value.shape[-1])
-        return fused_product(query, key, value, *_arguments(tables, "mixed"), factor)[0]
-
-
-def _arguments(tables: Tables, heads: str, prefix: str = "") -> tuple[list[Tensor], list[Tensor], list[int], bool]:
-    """Return maps, patterns, counts and `grouped` as `fused_product` takes them; `heads` is "frozen" or "mixed"."""
-    maps = [tables[f"{prefix}{heads}_{name}"] for name in MAPS]
-    patterns = [tables[prefix + name] for name in PATTERNS]
-    return maps, patterns, list(tables[f"{prefix}{heads}_counts"]), tables[f"{prefix}{heads}_grouped"][0]
-
-
-# --- the operator and its gradients
-
-
-def _gradients_like(
-    gradient, query, key, value, output, log_sums, maps, patterns, counts, grouped, scale
-) -> tuple[Tensor, ...]:
-    return tuple(heads_like(x, x.shape[1]) for x in (query, key, value))
-
-
-@operator("fused_backward", fake=_gradients_like)
-def fused_product_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, log_sums: Tensor, maps: list[Tensor],
-    patterns: list[Tensor], counts: list[int], grouped: bool, scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients to query, key and value, of frozen heads dV = P^T dO alone (section 3.3 of the paper).
-
-    Key-block programs compute dV of all heads and dK of live ones, a query-block pass dQ of live ones.
-    """
-    from saf.ops.fused.kernels import fused_backward
-
-    gradient, query, key, value = (unit_stride(x) for x in (gradient, query, key, value))
-    tables = read_tables(maps, patterns, counts, grouped)
-    return fused_backward(gradient, query, key, value, output, log_sums, *tables, scale=scale)
-
-
-def _save_operands(ctx, inputs, output) -> None:
-    query, key, value, maps, patterns, ctx.counts, ctx.grouped, ctx.scale = inputs
-    ctx.num_maps = len(maps)
-    ctx.save_for_backward(query, key, value, *output, *maps, *patterns)
-
-
-def operand_gradients(ctx, gradient: Tensor, _):
-    """Return the gradients to query, key and value; tables have none."""
-    forbid_second_derivative()
-    query, key, value, output, log_sums, *tables = ctx.saved_tensors
-    maps, patterns = tables[: ctx.num_maps], tables[ctx.num_maps :]
-    gradients = fused_product_backward(
-        gradient, query, key, value, output, log_sums, maps, patterns, ctx.counts, ctx.grouped, ctx.scale
-    )
-    return (*gradients, [None] * len(maps), [None] * len(patterns), None, None, None)
-
-
-def _product_like(query, key, value, maps, patterns, counts, grouped, scale) -> tuple[Tensor, Tensor]:
-    batch, live, length, _ = query.shape
-    return heads_like(value, sum(counts)), value.new_empty(batch, live, length, dtype=torch.float32)
-
-
-@operator("fused", fake=_product_like, gradient=operand_gradients, context=_save_operands)
-def fused_product(
-    query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], counts: list[int],
-    grouped: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Mix all heads of a layer, in head order, `[B, H, T, D]`, and return the live heads' row log-sum-exps `[B, L, T]`.
-
-    `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `maps` and `patterns` are the tensors of
-    `HeadMaps` and `FusedPatterns`, in their order; `counts` those of live, compact and dense heads.
-    """
-    from saf.ops.fused.kernels import fused_forward
-
-    query, key, value = (unit_stride(x) for x in (query, key, value))
-    return fused_forward(query, key, value, *read_tables(maps, patterns, counts, grouped), scale=scale)
+        return fused_product(query, key, value, *operator_tables(tables, "mixed"), factor)[0]
 
 
 # --- few tokens of backend `toeplitz`
@@ -174,14 +273,13 @@ def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
     return not replayed and batch * length * width * (12 * width + length) <= HOST_BOUND
 
 
-def few_tables(
-    patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: tuple[int, ...] | None
-) -> Tables:
-    """Return the tables of `mix_few`, to be added to those of another backend; none where it cannot run."""
+def few_tables(patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: ValueHeads) -> Tables:
+    """Return the tables of `mix_few` for compact patterns, to add to another backend's; none where it cannot run."""
     if kv_head is None or not serves_few(device, dtype):
         return {}
     first = [pattern.prefix(min(MAX_LENGTH, pattern.length)) for pattern in patterns]
-    return {_FEW + name: table for name, table in fused_tables(first, dtype, device, kv_head).items()}
+    tables = pattern_tables(first, dtype, device) | layer_tables([COMPACT] * len(first), "mixed", kv_head, device)
+    return {_FEW + name: table for name, table in tables.items()}
 
 
 def mix_few(
@@ -200,8 +298,8 @@ def mix_few(
 
         if not all(has_static_value(size) for size in value.shape):
             return None
-    arguments = _arguments(tables, "mixed", _FEW)
-    if not are_few(value, sum(arguments[2]), replayed=replayed):
+    arguments = operator_tables(tables, "mixed", _FEW)
+    if not are_few(value, sum(arguments[1]), replayed=replayed):
         return None
     factor = score_scale(scale, value.shape[-1])
     if torch.compiler.is_dynamo_compiling():
@@ -209,132 +307,3 @@ def mix_few(
 
         return visible_forward(unit_stride(query), unit_stride(key), unit_stride(value), *arguments, factor)
     return fused_product(query, key, value, *arguments, factor)[0]
-
-
-# --- tables
-
-
-class HeadMaps(NamedTuple):
-    """The kind of each of H heads and its slots in the operands, int32 tensors on their device.
-
-    Attributes:
-        state: [H] LIVE, COMPACT or DENSE.
-        query: [H] slot in the query, for live heads; others hold 0, which is never read.
-        key: [H] slot in the key, for live heads.
-        value: [H] slot in the value.
-        pattern: [H] slot among the patterns of the head's own kind.
-        live: [L] head by query slot.
-        group_start: [H_kv + 1] first entry of each value head in `group_heads`.
-        group_heads: [H] heads sorted by value slot.
-        counts: numbers of live, compact and dense heads.
-        grouped: whether some value head serves no head or several, not one each.
-    """
-
-    state: Tensor
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    pattern: Tensor
-    live: Tensor
-    group_start: Tensor
-    group_heads: Tensor
-    counts: tuple[int, int, int]
-    grouped: bool
-
-    @classmethod
-    def build(cls, state: Sequence[int], value: Sequence[int], device: torch.device | str) -> "HeadMaps":
-        """Return the maps of heads with these states and value slots; keys lie in the order of their value heads."""
-        heads, num_value_heads = range(len(state)), max(value) + 1
-        rank = [state[:head].count(state[head]) for head in heads]  # the slot among heads of its kind
-        live = [head for head in heads if state[head] == LIVE]
-        used = sorted({value[head] for head in live})
-        maps = {
-            "state": state,
-            "query": [rank[head] if state[head] == LIVE else 0 for head in heads],
-            "key": [used.index(value[head]) if state[head] == LIVE else 0 for head in heads],
-            "value": value,
-            "pattern": rank,
-            "live": live,
-            "group_start": [sum(slot < bound for slot in value) for bound in range(num_value_heads + 1)],
-            "group_heads": sorted(heads, key=lambda head: value[head]),
-        }
-        return cls(
-            **{name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in maps.items()},
-            counts=(len(live), list(state).count(COMPACT), list(state).count(DENSE)),
-            grouped=sorted(value) != list(range(num_value_heads)),
-        )
-
-
-class FusedPatterns(NamedTuple):
-    """Patterns of a layer's frozen heads in the form the kernels read, for up to L positions.
-
-    Attributes:
-        alpha: [F, L] float32, in units of log 2.
-        band: [F, 4, PAD + W] float32 copies of rho in units of log 2, copy s shifted by s, -inf before distance 0;
-            W is L rounded up to PAD.
-        log_z: [F, L] float32, in units of log 2.
-        dense: [F_dense, L, L] bfloat16, float16 or float32; zero heads if there are none.
-    """
-
-    alpha: Tensor
-    band: Tensor
-    log_z: Tensor
-    dense: Tensor
-
-    @classmethod
-    def build(cls, alpha: Tensor, rho: Tensor, log_z: Tensor, dense: Tensor) -> "FusedPatterns":
-        """Build from natural logarithms alpha, rho, log_z [F, L] and dense weights [F_dense, L, L]."""
-        log2e = 1 / math.log(2)
-        heads, length = rho.shape
-        width = PAD + -(-length // PAD) * PAD
-        padded = torch.full((heads, width), -math.inf, dtype=torch.float64, device=rho.device)
-        padded[:, PAD : PAD + length] = rho.double() * log2e
-        band = torch.full((heads, BAND_SHIFTS, width), -math.inf, device=rho.device)
-        for shift in range(BAND_SHIFTS):
-            band[:, shift, shift:] = padded[:, : width - shift].float()
-        return cls(
-            alpha=(alpha.double() * log2e).float(),
-            band=band,
-            log_z=(log_z.double() * log2e).float(),
-            dense=dense.contiguous(),
-        )
-
-
-MAPS, PATTERNS = HeadMaps._fields[:8], FusedPatterns._fields
-"""Names of the tensors of either, in the order in which operators take them."""
-
-
-def read_tables(
-    maps: Sequence[Tensor], patterns: Sequence[Tensor], counts: Sequence[int], grouped: bool
-) -> tuple[HeadMaps, FusedPatterns]:
-    """Return maps and patterns as launchers take them, from lists as operators take them."""
-    live, compact, dense = counts
-    return HeadMaps(*maps, counts=(live, compact, dense), grouped=grouped), FusedPatterns(*patterns)
-
-
-def fused_tables(
-    patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: tuple[int, ...] | None = None
-) -> dict[str, Any]:
-    """Return patterns for the kernels and head maps: `frozen_*` of the frozen heads, `mixed_*` of all slots.
-
-    Patterns that are not compact are stored entry by entry. Mixed maps need `kv_head`, the value head of every slot.
-    """
-    length = patterns[0].length
-    forms = [pattern.compact() for pattern in patterns]
-    compact = [form.to(device=device, dtype=torch.float64).level() for form in forms if form is not None]
-    dense = [p.dense().to(device=device, dtype=dtype) for p, form in zip(patterns, forms, strict=True) if form is None]
-    empty = torch.zeros(0, length, dtype=torch.float64, device=device)
-    alpha, rho, log_z = (
-        torch.stack([getattr(p, name) for p in compact]) if compact else empty for name in ("alpha", "rho", "log_z")
-    )
-    stored = torch.stack(dense) if dense else torch.zeros(0, length, length, dtype=dtype, device=device)
-    tables: dict[str, Any] = FusedPatterns.build(alpha, rho, log_z, stored)._asdict()
-    kinds = [DENSE if form is None else COMPACT for form in forms]
-    slots = {"frozen": (kinds, tuple(range(len(kinds))))}
-    if kv_head is not None:
-        slots["mixed"] = ([LIVE] * (len(kv_head) - len(kinds)) + kinds, kv_head)
-    for name, (state, value) in slots.items():
-        maps = HeadMaps.build(state, value, device)
-        tables |= {f"{name}_{part}": getattr(maps, part) for part in MAPS}
-        tables |= {f"{name}_counts": maps.counts, f"{name}_grouped": (maps.grouped,)}
-    return tables
