@@ -9,7 +9,7 @@ import saf.ops.toeplitz.op as module
 from saf.errors import InputError, UnsupportedError
 from saf.ops import BACKENDS, FrozenHeads, choose_backend, frozen_attention, mixed_attention
 from saf.ops.heads import take_heads
-from saf.ops.toeplitz.op import balance, compact_tables
+from saf.ops.toeplitz.op import compact_tables, level_logits
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 from tests.ops.kernels.logits import NAMES, Case, dense_gradients, drawn, errors
 
@@ -241,7 +241,7 @@ def test_what_tables_cannot_hold_is_never_silent(name, generator):
     with pytest.raises(UnsupportedError, match=r"cannot hold a trained pattern.*drifted.*backend='reference'"):
         frozen_attention(value, frozen)
     both = torch.cat([alpha, 0 * alpha, torch.full_like(alpha, torch.nan)]), torch.cat([rho, 0 * rho, 0 * rho])
-    row_scale = compact_tables(*balance(*both), torch.float32)[2]
+    row_scale = compact_tables(*level_logits(*both), torch.float32)[2]
     assert row_scale.isnan().all(1).tolist() == [True, False, True]
 
 
@@ -249,7 +249,7 @@ def test_what_tables_cannot_hold_is_never_silent(name, generator):
 def test_rows_of_the_rounded_tables_sum_to_one(dtype, generator):
     """To a rounding of float32, whatever rounding exp(rho) to 16 bits took from them."""
     alpha, rho = logits("bump", 200, generator)
-    distance, key_scale, row_scale = (x[0].double() for x in compact_tables(*balance(alpha, rho / 9), dtype))
+    distance, key_scale, row_scale = (x[0].double() for x in compact_tables(*level_logits(alpha, rho / 9), dtype))
     lag = torch.arange(200)[:, None] - torch.arange(200)
     executed = torch.where(lag >= 0, distance[lag.clamp(min=0)], 0) @ key_scale
     torch.testing.assert_close(executed * row_scale, torch.ones(200).double(), rtol=0, atol=2.0**-22)

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saf.ops.heads import heads_like
 from saf.ops.launch import add_product, cdiv, launch, shared_memory, strides
+from saf.ops.operator import product_precision
 from saf.ops.toeplitz.op import TILE
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -100,14 +101,13 @@ def _by_shape(length: int, columns: int, heads: int, hopper: bool) -> ToeplitzCo
 
 def toeplitz_matmul(
     x: Tensor, tiles: Tensor, before: Tensor, after: Tensor, *, transpose: bool, out: Tensor | None = None,
-    config: ToeplitzConfig | None = None, precision: str = "ieee",
+    config: ToeplitzConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Do `toeplitz_product`, whose arguments these are, head by head; deterministic.
 
     `x` has unit stride in D and any others, `tiles` are from `make_tiles`, `before` and `after` are float32. `out` may
-    be memory of x's dtype or float32 to write into; by default it is new, stored as `[B, T, F, D]`. `precision` of
-    float32 products is "ieee" or "tf32"; `config` is `choose_config`'s by default. Memory and scalings beyond the T
-    positions of x are not used.
+    be memory of x's dtype or float32 to write into; by default it is new, stored as `[B, T, F, D]`. `config` is
+    `choose_config`'s by default. Memory and scalings beyond the T positions of x are not used.
     """
     assert (x.stride(3), tiles.dtype) == (1, x.dtype)
     batch, heads, length, dim = x.shape
@@ -123,25 +123,25 @@ def toeplitz_matmul(
     scaled = _prescale(x, before, config.fold, transpose)
     num_m = cdiv(scaled.shape[1], config.fold * config.block_m)
     num_n = cdiv(scaled.shape[2], config.block_n)
-    all_slabs = num_n * heads
-    blocks = num_m, num_n, heads, min(config.slabs, all_slabs) if config.slabs else all_slabs
-    grid = (num_m * all_slabs,)
+    slabs = min(config.slabs or num_n * heads, num_n * heads)
+    numbers = length, columns, *strides(out), after.stride(0), num_m, num_n, heads, slabs
     constants = {
         "D": dim, "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "TRANSPOSE": transpose,
         "TILE": TILE, "STAGES": config.num_stages, "num_warps": config.num_warps, "num_stages": config.num_stages,
         "device": x.device,
     }  # fmt: skip
+    grid = (num_m * num_n * heads,)
     if not config.descriptors:
         even_t = length % max(config.block_m, config.block_k) == 0
-        constants |= {"EVEN_T": even_t, "EVEN_N": columns % config.block_n == 0, "PRECISION": precision}
-        numbers = length, columns, *strides(out), tiles.stride(0), after.stride(0), *blocks
-        launch(toeplitz_kernel, grid, scaled, tiles, after, out, *numbers, **constants)
+        constants |= {"EVEN_T": even_t, "EVEN_N": columns % config.block_n == 0}
+        constants |= {"PRECISION": product_precision(x.dtype)}
+        launch(toeplitz_kernel, grid, scaled, tiles, after, out, *numbers, tiles.stride(0), **constants)
         return out
     # What the bulk copy engine reads: the scaled input, and all tiles stacked as [-, TILE].
     tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
     x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
     tiles_desc = TensorDescriptor.from_tensor(tiles.view(-1, TILE), tile)
-    numbers = length, columns, scaled.shape[1], *strides(out), after.stride(0), tiles.shape[1], *blocks
+    numbers = *numbers, scaled.shape[1], tiles.shape[1]
     launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants, FOLD=config.fold)
     return out
 
@@ -196,12 +196,12 @@ def prescale_kernel(
 
 @triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_h", "slabs"])
 def toeplitz_kernel(
-    x_ptr, table_ptr, after_ptr, out_ptr, T, N,
-    out_stride_b, out_stride_h, out_stride_t, table_stride_h, after_stride_h, num_m, num_n, num_h, slabs,
+    x_ptr, table_ptr, after_ptr, out_ptr, T, N, out_stride_b, out_stride_h, out_stride_t, after_stride_h,
+    num_m, num_n, num_h, slabs, table_stride_h,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANSPOSE: tl.constexpr, TILE: tl.constexpr,
     EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute one [BM, BN] tile of one head's output from the scaled input [F, T, N] and tiles [F, -, TILE, TILE]."""
+    """Compute one [BM, BN] block of one head's output from the scaled input [F, T, N] and tiles [F, -, TILE, TILE]."""
     i_m, i_h, i_n = block_of(tl.program_id(0), num_m, num_n, num_h, slabs)
     i_h = i_h.to(tl.int64)
     if not TRANSPOSE:
@@ -221,23 +221,20 @@ def toeplitz_kernel(
     o_x = o_k[:, None] * N + o_n[None, :]
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
-        b_a = _load_tile(table_ptr, m0, k0, TRANSPOSE, TILE, BM, BK)
+        b_g = _load_tile(table_ptr, m0, k0, TRANSPOSE, TILE, BM, BK)
         b_x = _load_input(p_x + o_x, k0 + o_k < T, o_n < N, EVEN_T, EVEN_N)
-        acc = add_product(acc, b_a, b_x, PRECISION)
+        acc = add_product(acc, b_g, b_x, PRECISION)
         p_x += BK * N
-
-    o_m = m0 + tl.arange(0, BM)
-    b_after = tl.load(after_ptr + i_h * after_stride_h + o_m, mask=o_m < T, other=0.0)
-    column = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
-    p_out = out_ptr + i_h * out_stride_h + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
-    mask = (o_m < T)[:, None] & (o_n < N)[None, :]
-    tl.store(p_out, (acc * b_after[:, None]).to(out_ptr.dtype.element_ty), mask=mask)
+    _store_scaled(
+        out_ptr + i_h * out_stride_h, after_ptr + i_h * after_stride_h, acc, m0 + tl.arange(0, BM), o_n, T, N,
+        out_stride_b, out_stride_t, D,
+    )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["T", "rows", "num_m", "num_n", "num_h", "slabs"])
+@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_h", "slabs", "rows"])
 def toeplitz_descriptor_kernel(
-    x_desc, tiles_desc, after_ptr, out_ptr, T, N, rows,
-    out_stride_b, out_stride_h, out_stride_t, after_stride_h, tiles_per_head, num_m, num_n, num_h, slabs,
+    x_desc, tiles_desc, after_ptr, out_ptr, T, N, out_stride_b, out_stride_h, out_stride_t, after_stride_h,
+    num_m, num_n, num_h, slabs, rows, tiles_per_head,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr,
 ):  # fmt: skip
@@ -248,7 +245,6 @@ def toeplitz_descriptor_kernel(
     as further columns: so a tile read once serves all.
     """
     i_m, i_h, i_n = block_of(tl.program_id(0), num_m, num_n, num_h, slabs)
-    n0 = i_n * BN
     if not TRANSPOSE:
         i_m = num_m - 1 - i_m
     # Forward, the last of the blocks sees all keys that the others see, and the first of them transposed.
@@ -265,29 +261,31 @@ def toeplitz_descriptor_kernel(
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
         if TRANSPOSE:
             row = first + (k0 // TILE - m0 // TILE) * TILE + k0 % TILE
-            b_a = tl.trans(tiles_desc.load([row, m0 % TILE]))
+            b_g = tl.trans(tiles_desc.load([row, m0 % TILE]))
         else:
             row = first + (m0 // TILE - k0 // TILE) * TILE + m0 % TILE
-            b_a = tiles_desc.load([row, k0 % TILE])
-        b_x = x_desc.load([i_h, k0, n0]).reshape(BK, BN)
-        acc = tl.dot(b_a, b_x, acc)
+            b_g = tiles_desc.load([row, k0 % TILE])
+        b_x = x_desc.load([i_h, k0, i_n * BN]).reshape(BK, BN)
+        acc = tl.dot(b_g, b_x, acc)
 
-    o_m = i_m * FOLD * BM + tl.arange(0, BM)
-    o_n = n0 + tl.arange(0, BN)
     i_h = i_h.to(tl.int64)
-    own = o_n if FOLD == 1 else o_n % N
-    p_after = after_ptr + i_h * after_stride_h + o_m
-    column = (own // D).to(tl.int64) * out_stride_b + own % D
-    inside = (o_m < T)[:, None]
-    b_after = tl.load(p_after, mask=o_m < T, other=0.0)[:, None]
-    if FOLD == 2:
-        second = (o_n >= N)[None, :]
-        column += tl.where(o_n >= N, BM * out_stride_t, 0)
-        inside = tl.where(second, (o_m + BM < T)[:, None], inside)
-        b_after = tl.where(second, tl.load(p_after + BM, mask=o_m + BM < T, other=0.0)[:, None], b_after)
-    p_out = out_ptr + i_h * out_stride_h + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
-    mask = inside & (o_n < FOLD * N)[None, :]
-    tl.store(p_out, (acc * b_after).to(out_ptr.dtype.element_ty), mask=mask)
+    o_m = i_m * FOLD * BM + tl.arange(0, BM)
+    o_n = i_n * BN + tl.arange(0, BN)
+    for r in tl.static_range(FOLD):  # columns of another block of rows are left out by the mask
+        _store_scaled(
+            out_ptr + i_h * out_stride_h, after_ptr + i_h * after_stride_h, acc, o_m + r * BM, o_n - r * N, T, N,
+            out_stride_b, out_stride_t, D,
+        )  # fmt: skip
+
+
+@triton.jit
+def _store_scaled(p_out, p_after, acc, o_m, o_n, T, N, out_stride_b, out_stride_t, D: tl.constexpr):
+    """Store after * acc [BM, BN] in rows `o_m` and columns `o_n`; those outside of 0 to T and 0 to N are left out."""
+    b_after = tl.load(p_after + o_m, mask=o_m < T, other=0.0)
+    column = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
+    p_rows = p_out + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
+    mask = (o_m < T)[:, None] & ((o_n >= 0) & (o_n < N))[None, :]
+    tl.store(p_rows, (acc * b_after[:, None]).to(p_out.dtype.element_ty), mask=mask)
 
 
 @triton.jit

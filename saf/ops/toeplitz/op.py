@@ -1,9 +1,11 @@
-"""Frozen heads as a batch-shared causal convolution: `P V = diag(1/Z) Toeplitz(exp rho) diag(exp alpha) V` (S.13).
+"""Frozen heads as a causal convolution that the whole batch shares, `P V = diag(1/Z) G diag(exp alpha) V` (S.13).
 
-One Toeplitz tile serves every sequence and channel, so the product is a plain matrix product, here in PyTorch and in
-kernels.py in Triton. Its gradient `dV = P^T dO` is the same product transposed (`value_gradient`). A pattern that the
-values' dtype cannot hold in this form, or a dense one, is executed as a stored matrix. Trainable patterns take the same
-product, with tables from the logits in every call, and gradients by Eq. (S.17) (`pattern_gradient`).
+    y[i] = after[i] sum_{j<=i} g(i - j) before[j] x[j],    g = exp(rho),  before = exp(alpha),  after = 1/Z
+
+G(i, j) = g(i - j) is the same for every sequence and channel, so that one tile of it multiplies them all. Its transpose
+gives the gradient dV = P^T dO. Here are the product in plain PyTorch, the tables, the operator and the backend, then
+patterns that are trained; kernels.py has the product in Triton. A pattern that the values' dtype cannot hold in this
+form, or a dense one, is executed as a stored matrix.
 """
 
 from collections.abc import Sequence
@@ -17,7 +19,7 @@ from saf.ops.backend import Backend, Tables, ValueHeads
 from saf.ops.flash_decode.op import decode_maps
 from saf.ops.fused.op import few_tables, serves_few
 from saf.ops.heads import dense_product, heads_like, merge_slots, take_heads, unit_stride
-from saf.ops.operator import has_triton, operator, product_precision, uses_triton
+from saf.ops.operator import has_triton, operator, uses_triton
 from saf.ops.positions import unpadded
 from saf.patterns import CompactPattern, Pattern
 
@@ -29,81 +31,138 @@ TILE = 128
 PAD = 256
 """Zeros in front of g, and the multiple its length is rounded up to: two tiles, the most that one program computes."""
 
+# --- the product in plain PyTorch
 
-class Toeplitz(Backend):
-    """Execute frozen heads as a block-Toeplitz product.
 
-    Tables of the `C` slots in `convolved`: `distance [C, T]` exp(rho) in the values' dtype, `table` from
-    `distance_table`, `key_scale` exp(alpha) and `row_scale` 1/Z `[C, T]` in float32 (float64 for float64 values).
-    Slots in `stored` have `weights [F - C, T, T]`. Where none is stored, `few_tables` and `decode_maps` are added.
+def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Return `y[i] = after[i] sum_{j<=i} distance[i-j] before[j] x[j]`, `[B, F, T, D]`, stored as `[B, T, F, D]`.
+
+    `x [B, F, T, D]`; `distance`, `before`, `after` `[F, >=T]`. Positions are cut into n blocks of C. All pairs of
+    blocks d apart have the same tile of G, so that they are one product of `[C, C]` with `[C, (n - d) * B * D]` (S.14).
+    16-bit inputs are scaled in float32, rounded, and summed in float32.
     """
-
-    trains = True
-
-    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        how = "Triton" if uses_triton(device, dtype) else "PyTorch"
-        few = "; few tokens without gradients: one launch with live heads" if serves_few(device, dtype) else ""
-        return f"block-Toeplitz matrix products in {how} ({BLOCK} x {BLOCK} tiles shared by the batch){few}"
-
-    def prepare(
-        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,
-        kv_head: ValueHeads = None,
-    ) -> dict[torch.dtype, Tables]:  # fmt: skip
-        compact = {slot: form for slot, one in enumerate(patterns) if (form := one.compact()) is not None}
-        logits = None
-        if compact:
-            stacked = [pattern.to(dtype=torch.float64, device=device) for pattern in compact.values()]
-            level = CompactPattern.stack(stacked).level()
-            logits = level.alpha, level.rho
-        return {dtype: _tables(patterns, tuple(compact), logits, dtype, device, kv_head) for dtype in dtypes}
-
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
-        def product(x: Tensor) -> Tensor:
-            stored, convolved, parts = tables["stored"], tables["convolved"], []
-            if stored:
-                parts.append((stored, dense_product(tables["weights"], take_heads(x, stored))))
-            if convolved:
-                scales = tables["key_scale"], tables["row_scale"]
-                result = toeplitz_product(take_heads(x, convolved), tables["table"], *scales, False)
-                parts.append((convolved, result))
-            return merge_slots(parts)
-
-        return unpadded(product, take_heads(value, heads), left_pad)
-
-    def untrainable_reason(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
-        if dtype == torch.float16:
-            return "float16 has too little range for a pattern that moves; train in bfloat16 or float32"
-        if compact_tables(*balance(alpha, rho), dtype)[2].isfinite().all():
-            return None
-        return f"{dtype} cannot hold a pattern as exp(rho) times exp(alpha); train it with backend='reference'"
-
-    def forward_trainable(self, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
-        return trainable_product(value, alpha, rho)[0]
+    batch, heads, length, dim = x.shape
+    block = _block(length, BLOCK)
+    count = -(-length // block)
+    width, beyond = batch * dim, count * block - length
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    u = (x.to(wide) * before[:, :length, None].to(wide)).to(x.dtype).to(wide)
+    u = pad(u, (0, 0, 0, beyond)).view(batch, heads, count, block, dim)
+    u = u.permute(1, 3, 2, 0, 4).reshape(heads, block, -1)  # [F, C, n * B * D]
+    g = pad(distance[:, :length].to(wide), (block - 1, beyond))  # g(d) at C - 1 + d, zeros before
+    position = torch.arange(block, device=x.device)
+    at = position[:, None] - position + block - 1  # [C, C]
+    y = torch.zeros_like(u)
+    for apart in range(count):
+        y[:, :, apart * width :].baddbmm_(g[:, at + apart * block], u[:, :, : (count - apart) * width])
+    y = y.view(heads, block, count, batch, dim).permute(3, 2, 1, 0, 4)
+    y = y.reshape(batch, count * block, heads, dim)[:, :length]
+    output = heads_like(x, heads)
+    output.transpose(1, 2).copy_(y * after[:, :length].t()[:, :, None].to(wide))
+    return output
 
 
-def _tables(
-    patterns: Sequence[Pattern], compact: tuple[int, ...], logits: tuple[Tensor, Tensor] | None, dtype: torch.dtype,
-    device: torch.device, kv_head: ValueHeads,
-) -> Tables:  # fmt: skip
-    """Return the tables of one dtype; `logits` are alpha and rho `[C, T]` of the slots in `compact`, level."""
-    tables: Tables = {}
-    convolved: tuple[int, ...] = ()
-    if logits is not None:
-        distance, key_scale, row_scale = compact_tables(*logits, dtype)
-        finite = row_scale.isfinite().all(1)  # NaN for patterns that the dtype cannot hold
-        convolved = tuple(slot for slot, fits in zip(compact, finite.tolist(), strict=True) if fits)
-        tables = {"distance": distance[finite], "key_scale": key_scale[finite], "row_scale": row_scale[finite]}
-        tables["table"] = distance_table(tables["distance"])
-    stored = tuple(slot for slot in range(len(patterns)) if slot not in convolved)
-    if stored:
-        tables["weights"] = torch.stack([patterns[slot].dense().to(device=device, dtype=dtype) for slot in stored])
-    else:
-        tables |= few_tables(patterns, dtype, device, kv_head)
-        tables |= decode_maps(kv_head, len(patterns), device) if uses_triton(device, dtype) else {}
-    return tables | {"convolved": convolved, "stored": stored}
+def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
+    """Return the transposed product (S.15): `y[j] = after[j] sum_{i>=j} distance[i-j] before[i] x[i]`."""
+    length = x.shape[-2]
+    flipped = blocked_product(x.flip(2), distance, before[:, :length].flip(1), after[:, :length].flip(1))
+    return flipped.transpose(1, 2).flip(1).contiguous().transpose(1, 2)
 
 
-# --- the product and its gradient
+def _block(length: int, largest: int) -> int:
+    """Return the positions of a block: the power of two that holds the sequence, from 16 to `largest`."""
+    return min(largest, max(16, 1 << (length - 1).bit_length()))
+
+
+def causal_convolution(left: Tensor, right: Tensor) -> Tensor:
+    """Return `sum_{j<=k} left_j right_{k-j}` for every k: `left [F, T]` or `[N, F, T]`, `right [F, T]`, any signs.
+
+    No T x T array is formed: on CUDA it is one launch, elsewhere `blocked_product` with one column, whose many products
+    would take the host of a GPU longer than the device.
+    """
+    if left.is_cuda and has_triton():
+        from saf.ops.toeplitz.kernels import convolve
+
+        return convolve(left.flatten(0, -2), right.expand_as(left).flatten(0, -2)).view_as(left)
+    ones = torch.ones_like(right)
+    sums = blocked_product(left.reshape(-1, *right.shape, 1), right, ones, ones)
+    return sums.squeeze(3).contiguous().view_as(left)
+
+
+# --- tables
+
+SMALL_VALUE = 2.0**-8
+"""The smallest value that a pattern must still mix with values of size one: times a small exp(alpha), it underflows
+first. It is the rounding of bfloat16 at one; chosen, not measured."""
+ROW_SUM_TOLERANCE = 0.02
+"""How far a row's executed weights may miss a sum of one: five times the most that rounding both factors to bfloat16,
+2**-9 each, makes of a row, so that only lost weight exceeds it. Chosen, not measured."""
+LARGEST = {torch.float64: 600.0, torch.float32: 64.0}
+"""Largest logarithm of 1/Z. Numbers end at 88.7 in float32 and at 709.8 in float64; gradients take the rest."""
+
+
+def level_logits(alpha: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
+    """Return logits `[F, T]` of the same pattern in the gauge of `CompactPattern.level`, float64.
+
+    In it log Z has no slope, and the maxima of both are 0 (S.6). Logits may come in any gauge, without their Z. NaN
+    where float64 cannot hold a row's Z.
+    """
+    position = torch.arange(alpha.shape[1], dtype=torch.float64, device=alpha.device)
+    # Two terms of a row's Z are those of its first key and of its own: without their slope Z stays within range.
+    alpha, rho = alpha.double(), rho.double()
+    logits = torch.stack([alpha, rho])
+    logits = logits - _slope(torch.maximum(alpha + rho[:, :1], rho + alpha[:, :1])) * position
+    logits = logits - logits.amax(-1, keepdim=True)
+    log_z = causal_convolution(*logits.exp()).log()
+    alpha, rho = logits - _slope(log_z) * position
+    return alpha - alpha.amax(-1, keepdim=True), rho - rho.amax(-1, keepdim=True)
+
+
+def _slope(x: Tensor) -> Tensor:
+    """Return the least-squares slope of `x [F, T]` over positions, `[F, 1]`; 0 for a single position."""
+    length = x.shape[1]
+    position = torch.arange(length, dtype=x.dtype, device=x.device) - (length - 1) / 2
+    return (x * position).sum(1, keepdim=True) / max(0.5, length * (length * length - 1) / 12)
+
+
+def compact_tables(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return `exp(rho)` in `dtype`, `exp(alpha)` and `1/Z`, each `[F, T]`, from logits in the gauge of tables.
+
+    Z is summed in float64 from the rounded tables that are executed; the scalings are float32, float64 for float64.
+    `1/Z` is NaN for a head that tables of `dtype` cannot hold: one whose rows no longer sum to 1 when values of size 1
+    or 2**-8, scaled and rounded, underflow.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    distance, key_scale = rho.exp().to(dtype), alpha.exp().to(wide)
+    scaled = [(key_scale * size).to(dtype).double() / size for size in (1.0, SMALL_VALUE)]
+    total, *executed = causal_convolution(torch.stack([key_scale.double(), *scaled]), distance.double())
+    row_scale = (1 / total).to(wide)
+    fits = (row_scale > 0) & (row_scale.double().log() <= LARGEST[wide])
+    for sums in executed:
+        fits &= (sums * row_scale.double() - 1).abs() <= ROW_SUM_TOLERANCE
+    return distance, key_scale, row_scale.where(fits.all(1, keepdim=True), torch.nan)
+
+
+def distance_table(distance: Tensor) -> Tensor:
+    """Return what the operator reads g from: tiles for the kernel, `distance [F, T]` itself for PyTorch."""
+    return make_tiles(distance) if uses_triton(distance.device, distance.dtype) else distance
+
+
+def make_tiles(g: Tensor) -> Tensor:
+    """Return the tiles `[F, W / TILE, TILE, TILE]` of weights by distance, `g [F, L]`; W is L rounded up to PAD.
+
+    Tile t holds g(t TILE + row - column), 0 where that is negative.
+    """
+    heads, length = g.shape
+    width = -(-length // PAD) * PAD
+    padded = g.new_zeros(heads, PAD + width)
+    padded[:, PAD : PAD + length] = g
+    starts = torch.arange(width // TILE, device=g.device).view(-1, 1, 1) * TILE
+    offsets = torch.arange(TILE, device=g.device)
+    return padded[:, PAD + starts + offsets.view(1, -1, 1) - offsets.view(1, 1, -1)]
+
+
+# --- the operator and its gradient
 
 
 def _save_tables(ctx, inputs, output) -> None:
@@ -134,140 +193,77 @@ def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, tr
     if uses_triton(x.device, x.dtype):
         from saf.ops.toeplitz.kernels import toeplitz_matmul
 
-        precision = product_precision(x.dtype)
-        return toeplitz_matmul(unit_stride(x), table, before, after, transpose=transpose, precision=precision)
+        return toeplitz_matmul(unit_stride(x), table, before, after, transpose=transpose)
     return (reversed_product if transpose else blocked_product)(x, table, before, after)
 
 
-def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return `toeplitz_product` in PyTorch: `y[i] = after[i] * sum_{j<=i} distance[i-j] * before[j] * x[j]`.
+class Toeplitz(Backend):
+    """Execute frozen heads as a block-Toeplitz product.
 
-    `distance [F, >=T]`; other arguments are those of `toeplitz_product`. Block diagonal `d` of the Toeplitz matrix is
-    one `C x C` tile for the whole batch: a product of `[C, C]` with `[C, (T/C - d) * B * D]` (S.14). 16-bit inputs are
-    scaled in their own dtype and accumulated in float32.
+    Tables of the `C` slots in `convolved`: `distance [C, T]` exp(rho) in the values' dtype, `table` from
+    `distance_table`, `key_scale` exp(alpha) and `row_scale` 1/Z `[C, T]` in float32 (float64 for float64 values).
+    Slots in `stored` have `weights [F - C, T, T]`. Where none is stored, `few_tables` and `decode_maps` are added.
     """
-    batch, heads, length, dim = x.shape
-    block = _block(length, BLOCK)
-    count = -(-length // block)
-    compute = torch.float64 if x.dtype == torch.float64 else torch.float32
-    scaled = (x.to(compute) * before[:, :length, None].to(compute)).to(x.dtype).to(compute)
-    scaled = pad(scaled, (0, 0, 0, count * block - length))
-    columns = scaled.view(batch, heads, count, block, dim).permute(1, 3, 2, 0, 4).reshape(heads, block, -1)
-    width = batch * dim
-    padded = pad(distance[:, :length].to(compute), (block - 1, count * block - length))
-    lags = torch.arange(block, device=x.device)[:, None] - torch.arange(block, device=x.device) + block - 1
-    total = torch.zeros_like(columns)
-    for offset in range(count):
-        tile = padded[:, lags + offset * block]
-        total[:, :, offset * width :].baddbmm_(tile, columns[:, :, : (count - offset) * width])
-    total = total.view(heads, block, count, batch, dim).permute(3, 2, 1, 0, 4)
-    total = total.reshape(batch, count * block, heads, dim)[:, :length]
-    output = heads_like(x, heads).transpose(1, 2)
-    output.copy_(total * after[:, :length].t()[:, :, None].to(compute))
-    return output.transpose(1, 2)
+
+    trains = True
+
+    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
+        how = "Triton" if uses_triton(device, dtype) else "PyTorch"
+        few = "; few tokens without gradients: one launch with live heads" if serves_few(device, dtype) else ""
+        return f"block-Toeplitz matrix products in {how} ({BLOCK} x {BLOCK} tiles shared by the batch){few}"
+
+    def prepare(
+        self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,
+        kv_head: ValueHeads = None,
+    ) -> dict[torch.dtype, Tables]:  # fmt: skip
+        compact = {slot: form for slot, one in enumerate(patterns) if (form := one.compact()) is not None}
+        if compact:
+            forms = [form.to(dtype=torch.float64, device=device) for form in compact.values()]
+            level = CompactPattern.stack(forms).level()
+        prepared: dict[torch.dtype, Tables] = {}
+        for dtype in dtypes:
+            tables: Tables = {"convolved": ()}
+            if compact:
+                distance, key_scale, row_scale = compact_tables(level.alpha, level.rho, dtype)
+                fits = row_scale.isfinite().all(1)  # NaN for patterns that the dtype cannot hold
+                tables = {"distance": distance[fits], "key_scale": key_scale[fits], "row_scale": row_scale[fits]}
+                tables["table"] = distance_table(tables["distance"])
+                tables["convolved"] = tuple(slot for slot, fit in zip(compact, fits.tolist(), strict=True) if fit)
+            stored = tuple(slot for slot in range(len(patterns)) if slot not in tables["convolved"])
+            if stored:
+                weights = [patterns[slot].dense().to(device=device, dtype=dtype) for slot in stored]
+                tables["weights"] = torch.stack(weights)
+            else:
+                tables |= few_tables(patterns, dtype, device, kv_head)
+                tables |= decode_maps(kv_head, len(patterns), device) if uses_triton(device, dtype) else {}
+            prepared[dtype] = tables | {"stored": stored}
+        return prepared
+
+    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+        def product(x: Tensor) -> Tensor:
+            stored, convolved, parts = tables["stored"], tables["convolved"], []
+            if stored:
+                parts.append((stored, dense_product(tables["weights"], take_heads(x, stored))))
+            if convolved:
+                scales = tables["key_scale"], tables["row_scale"]
+                result = toeplitz_product(take_heads(x, convolved), tables["table"], *scales, False)
+                parts.append((convolved, result))
+            return merge_slots(parts)
+
+        return unpadded(product, take_heads(value, heads), left_pad)
+
+    def untrainable_reason(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
+        if dtype == torch.float16:
+            return "float16 has too little range for a pattern that moves; train in bfloat16 or float32"
+        if compact_tables(*level_logits(alpha, rho), dtype)[2].isfinite().all():
+            return None
+        return f"{dtype} cannot hold a pattern as exp(rho) times exp(alpha); train it with backend='reference'"
+
+    def forward_trainable(self, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
+        return trainable_product(value, alpha, rho)[0]
 
 
-def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
-    """Return the transposed product (S.15): `y[j] = after[j] * sum_{i>=j} distance[i-j] * before[i] * x[i]`."""
-    length = x.shape[-2]
-    flipped = blocked_product(x.flip(2), distance, before[:, :length].flip(1), after[:, :length].flip(1))
-    return flipped.transpose(1, 2).flip(1).contiguous().transpose(1, 2)
-
-
-def _block(length: int, largest: int) -> int:
-    """Return the positions of a block: the power of two that holds the sequence, from 16 to `largest`."""
-    return min(largest, max(16, 1 << (length - 1).bit_length()))
-
-
-# --- tables
-
-
-SMALL_VALUE = 2.0**-8
-"""The smallest value that a pattern must still mix with values of size one: times a small exp(alpha), it underflows
-first. It is the rounding of bfloat16 at one; chosen, not measured."""
-ROW_SUM_TOLERANCE = 0.02
-"""How far a row's executed weights may miss a sum of one: five times the most that rounding both factors to bfloat16,
-2**-9 each, makes of a row, so that only lost weight exceeds it. Chosen, not measured."""
-LARGEST = {torch.float64: 600.0, torch.float32: 64.0}
-"""Largest logarithm of 1/Z. Numbers end at 88.7 in float32 and at 709.8 in float64; gradients take the rest."""
-
-
-def balance(alpha: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
-    """Return logits `[F, T]` float64 of the same pattern in the gauge (S.6) without slope in log Z, maxima 0.
-
-    Logits may come in any gauge. NaN where float64 cannot hold a row's Z.
-    """
-    position = torch.arange(alpha.shape[1], dtype=torch.float64, device=alpha.device)
-    # Two terms of a row's Z are those of its first key and of its own: without their slope Z stays within range.
-    alpha, rho = alpha.double(), rho.double()
-    logits = torch.stack([alpha, rho])
-    logits = logits - _slope(torch.maximum(alpha + rho[:, :1], rho + alpha[:, :1])) * position
-    logits = logits - logits.amax(-1, keepdim=True)
-    log_z = causal_convolution(*logits.exp()).log()
-    alpha, rho = logits - _slope(log_z) * position
-    return alpha - alpha.amax(-1, keepdim=True), rho - rho.amax(-1, keepdim=True)
-
-
-def _slope(x: Tensor) -> Tensor:
-    """Return the least-squares slope of `x [F, T]` over positions, `[F, 1]`; 0 for a single position."""
-    length = x.shape[1]
-    position = torch.arange(length, dtype=x.dtype, device=x.device) - (length - 1) / 2
-    return (x * position).sum(1, keepdim=True) / max(0.5, length * (length * length - 1) / 12)
-
-
-def compact_tables(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `exp(rho)` in `dtype`, `exp(alpha)` and `1/Z`, each `[F, T]`, from logits in the gauge of `balance`.
-
-    Z is summed in float64 from the rounded tables that are executed; the scalings are float32, float64 for float64.
-    `1/Z` is NaN for a head that tables of `dtype` cannot hold: one whose rows no longer sum to 1 when values of size 1
-    or 2**-8, scaled and rounded, underflow.
-    """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    distance, key_scale = rho.exp().to(dtype), alpha.exp().to(wide)
-    scaled = [(key_scale * size).to(dtype).double() / size for size in (1.0, SMALL_VALUE)]
-    total, *executed = causal_convolution(torch.stack([key_scale.double(), *scaled]), distance.double())
-    row_scale = (1 / total).to(wide)
-    fits = (row_scale > 0) & (row_scale.double().log() <= LARGEST[wide])
-    for sums in executed:
-        fits &= (sums * row_scale.double() - 1).abs() <= ROW_SUM_TOLERANCE
-    return distance, key_scale, row_scale.where(fits.all(1, keepdim=True), torch.nan)
-
-
-def causal_convolution(left: Tensor, right: Tensor) -> Tensor:
-    """Return `sum_{j<=k} left_j right_{k-j}` for every k: `left [F, T]` or `[N, F, T]`, `right [F, T]`, any signs.
-
-    No T x T array is formed: on CUDA it is one launch, elsewhere `blocked_product` with one column, whose many products
-    would take the host of a GPU longer than the device.
-    """
-    if left.is_cuda and has_triton():
-        from saf.ops.toeplitz.kernels import convolve
-
-        return convolve(left.flatten(0, -2), right.expand_as(left).flatten(0, -2)).view_as(left)
-    ones = torch.ones_like(right)
-    sums = blocked_product(left.reshape(-1, *right.shape, 1), right, ones, ones)
-    return sums.squeeze(3).contiguous().view_as(left)
-
-
-def distance_table(distance: Tensor) -> Tensor:
-    """Return what the operator reads exp(rho) from: tiles for the kernel, `distance [F, T]` itself for PyTorch."""
-    return make_tiles(distance) if uses_triton(distance.device, distance.dtype) else distance
-
-
-def make_tiles(g: Tensor) -> Tensor:
-    """Return the tiles `[F, W / TILE, TILE, TILE]` of weights by distance, `g [F, L]`; W is L rounded up to PAD.
-
-    Tile t holds g(t TILE + row - column), 0 where that is negative.
-    """
-    heads, length = g.shape
-    width = -(-length // PAD) * PAD
-    padded = g.new_zeros(heads, PAD + width)
-    padded[:, PAD : PAD + length] = g
-    starts = torch.arange(width // TILE, device=g.device).view(-1, 1, 1) * TILE
-    offsets = torch.arange(TILE, device=g.device)
-    return padded[:, PAD + starts + offsets.view(1, -1, 1) - offsets.view(1, 1, -1)]
-
-
-# --- trainable patterns
+# --- patterns that are trained: tables from the logits in every call, gradients by Eq. (S.17)
 
 
 def _save_trainable(ctx, inputs, output) -> None:
@@ -298,7 +294,7 @@ def trainable_product(value: Tensor, alpha: Tensor, rho: Tensor) -> tuple[Tensor
     its outputs and gradients are NaN.
     """
     length = value.shape[2]
-    distance, key_scale, row_scale = compact_tables(*balance(alpha[:, :length], rho[:, :length]), value.dtype)
+    distance, key_scale, row_scale = compact_tables(*level_logits(alpha[:, :length], rho[:, :length]), value.dtype)
     if value.device.type == "cpu" and row_scale.isnan().any():
         raise UnsupportedError(
             f"{value.dtype} cannot hold a trained pattern that has drifted, or is not finite; use backend='reference'"
@@ -373,20 +369,24 @@ def split_product(halves: Tensor, table: Tensor, transpose: bool) -> Tensor:
 def cross_correlation(left: Tensor, right: Tensor) -> Tensor:
     """Return `sum_i <left_i, right_{i-lag}>` for every lag from 0: `[F, T, ...]` twice to `[F, T]`, at least float32.
 
-    Pairs of blocks at the same offset are summed inside one matrix product, so the work is that of one causal
-    convolution of as many columns.
+    Row r of block a and row s of block a - n are n C + r - s apart. One matrix product sums the pairs (r, s) of all
+    blocks n apart, `[C, C]`; its diagonals are then summed. The work is that of a causal convolution of as many
+    columns.
     """
     length = left.shape[1]
     block = _block(length, GPU_BLOCK if left.is_cuda else BLOCK)
     count = -(-length // block)
-    queries, keys = _fold_blocks(left, count, block), _fold_blocks(right, count, block).flip(1)
-    width = queries.shape[2] // count
-    pairs = (_product(queries[:, :, n * width :], keys[:, :, : (count - n) * width].mT) for n in range(count))
-    # Blocks n apart have pairs at 2C - 1 lags, from n C - (C - 1) on: the first C - 1 are lags of blocks n - 1 apart.
-    lags = torch.stack([antidiagonal_sums(each) for each in pairs], 1)
-    result = lags[:, :, block - 1 :].clone()
-    result[:, :-1, 1:] += lags[:, 1:, : block - 1]
-    return result.flatten(1)[:, :length]
+    later, earlier = (_columns_by_row(x, count, block) for x in (left, right))
+    earlier = earlier.flip(1)  # s becomes C - 1 - s: pairs of one lag then have one sum of both indices
+    width = later.shape[2] // count
+    # Entry C - 1 + lag; negative lags are those of pairs in one block whose second row is the later one.
+    result = left.new_zeros(
+        left.shape[0], (count + 1) * block - 1, dtype=torch.promote_types(left.dtype, torch.float32)
+    )
+    for apart in range(count):
+        pairs = _product(later[:, :, apart * width :], earlier[:, :, : (count - apart) * width].mT)
+        result[:, apart * block : (apart + 2) * block - 1] += antidiagonal_sums(pairs)
+    return result[:, block - 1 : block - 1 + length]
 
 
 def antidiagonal_sums(x: Tensor) -> Tensor:
@@ -401,7 +401,7 @@ def antidiagonal_sums(x: Tensor) -> Tensor:
     return pad(x, (0, rows)).flatten(-2)[..., : rows * width].unflatten(-1, (rows, width)).sum(-2)
 
 
-def _fold_blocks(x: Tensor, count: int, block: int) -> Tensor:
+def _columns_by_row(x: Tensor, count: int, block: int) -> Tensor:
     """Return `x [F, T, ...]` as `[F, C, count * ...]`: row c holds position c of every block, zeros beyond T."""
     if missing := count * block - x.shape[1]:
         x = torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1)

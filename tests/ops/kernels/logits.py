@@ -79,12 +79,12 @@ def _gradients(case: Case, device: str) -> list[str]:
     """At most twice the error of plain autograd; the interpreter multiplies bfloat16 numbers as float32 ones."""
     import saf.ops.toeplitz.kernels as kernels
     import saf.ops.toeplitz.op as module
-    from saf.ops.toeplitz.op import balance, compact_tables
+    from saf.ops.toeplitz.op import compact_tables, level_logits
 
     value, upstream, alpha, rho = drawn(case, device)
     expected = dense_gradients(value.double(), upstream.double(), alpha.double(), rho.double())
     plain = errors(dense_gradients(value, upstream, alpha, rho), expected)
-    tables = compact_tables(*balance(alpha, rho), value.dtype)
+    tables = compact_tables(*level_logits(alpha, rho), value.dtype)
     with ExitStack() as patched:
         if device == "cpu":
             exact = _exact_product(kernels.toeplitz_matmul)
