@@ -124,16 +124,10 @@ class RecordedRun:
         return heads_in_words(self.head_counts)
 
     @property
-    def freeze_update(self) -> int | None:
-        """The update after which heads were first frozen or pruned, or None."""
-        intervention = (self.result or {}).get("intervention") or {}
-        update = intervention.get("update", self.events[0].update if self.events else None)
-        return None if update is None else int(update)
-
-    @property
     def last_change(self) -> int | None:
         """The update after which heads last changed, or None."""
-        return max((event.update for event in self.events if event.update is not None), default=self.freeze_update)
+        first = ((self.result or {}).get("intervention") or {}).get("update")
+        return max((event.update for event in self.events if event.update is not None), default=first)
 
     @property
     def _freezes(self) -> list["EventRecord"]:
@@ -174,25 +168,19 @@ class RecordedRun:
 
 
 def heads_of_record(path: Path | str) -> list[list[int]]:
-    """Return the heads that are frozen or pruned in a run, checkpoint or events.jsonl, sorted.
-
-    Raises InputError where there is no such head.
-    """
-    path, states = Path(path), []
+    """Return the heads that are frozen or pruned in a run, checkpoint or events.jsonl, sorted; InputError for none."""
+    path, saved = Path(path), []
     if path.suffix == ".jsonl":
         heads = heads_in_force(read_events(path))
     elif expect(path, Kind.RUN, Kind.CHECKPOINT) is Kind.CHECKPOINT:
-        heads, states = [], [path / "saf.json"]
-    else:
-        run = RecordedRun.open(path)
-        heads = run.edited_heads
-        if run.result is None:  # its events do not name its parent's heads
-            states = sorted(path.glob("checkpoints/step-*/saf.json"), key=lambda each: natural_order(each.parent.name))
-    if states:
-        layers = enumerate(read_json(states[-1])["layers"])
-        heads = [
-            [layer, head] for layer, each in layers for kind in STATE_AFTER.values() for head in each.get(kind, ())
-        ]
+        saved = [path]
+    else:  # the events of a run do not name its parent's heads
+        saved = sorted(path.glob("checkpoints/step-*"), key=lambda each: natural_order(each.name))
+        heads = RecordedRun.open(path).edited_heads
+    if saved:
+        layers = enumerate(read_json(saved[-1] / "saf.json")["layers"])
+        kinds = ("frozen", "pruned")
+        heads = [[layer, head] for layer, each in layers for kind in kinds for head in each.get(kind, ())]
     if not heads:
         raise InputError(f"{path} must have frozen or pruned heads, got none; name another run, or heads as LAYER:HEAD")
     return sorted(heads)

@@ -179,7 +179,9 @@ class TrainerLike(Protocol):
     """Its `calibration()` and `heldout()` sequences."""
     config: Any
     """Its `freeze` and `schedule` settings."""
-    execution: Execution
+
+    @property
+    def execution(self) -> Execution: ...
 
     @property
     def events(self) -> list[EventRecord]: ...

@@ -459,16 +459,16 @@ def _intervention(events: list[EventRecord]) -> dict[str, Any]:
     seconds: dict[str, float] = {}
     for event in events:
         seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
-    before, after = ([event.values.get(name) for event in events] for name in ("loss_before", "loss_after"))
-    measured = None not in (*before, *after)
+    around = [(event.values.get("loss_before"), event.values.get("loss_after")) for event in events]
+    rises = [after - before for before, after in around if before is not None and after is not None]
     return {
         "update": events[0].update,
         "events": len(events),
         "heads": heads_in_force(events),
         "seconds": seconds,
-        "loss_before": before[0],
-        "loss_after": after[-1],
-        "loss_rise": math.fsum(b - a for a, b in zip(before, after, strict=True)) if measured else None,
+        "loss_before": around[0][0],
+        "loss_after": around[-1][1],
+        "loss_rise": math.fsum(rises) if len(rises) == len(events) else None,
     }
 
 

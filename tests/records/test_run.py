@@ -67,7 +67,7 @@ def test_a_wrong_path_is_named_with_what_is_there(tmp_path):
 
 def test_a_committed_run_is_read():
     run = RecordedRun.open(RESULTS / "124m-4k" / "frozen25")
-    assert (run.arm, run.freeze_update, len(run.frozen_heads), run.num_heads) == ("frozen", 320, 36, 144)
+    assert (run.arm, run.last_change, len(run.frozen_heads), run.num_heads) == ("frozen", 320, 36, 144)
     assert (run.finished_result()["kind"], (run.evaluation or {})["kind"]) == ("run", "evaluation")
 
 
