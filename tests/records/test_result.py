@@ -53,9 +53,7 @@ def test_the_command_names_no_folder_of_one_machine(monkeypatch, module, words, 
     assert command() == expected
 
 
-@pytest.fixture
-def checkout(tmp_path, monkeypatch):
-    """A checkout of a package, a recipe and a document, which the package seems to run from."""
+def test_a_commit_is_marked_where_the_package_or_its_recipes_were_edited(tmp_path, monkeypatch):
     for name in ("saf/__init__.py", "experiments/recipes/timing.py", "docs/log.md"):
         path = tmp_path / name
         path.parent.mkdir(parents=True)
@@ -64,14 +62,7 @@ def checkout(tmp_path, monkeypatch):
     for words in (["init", "-q"], ["add", "."], [*who, "commit", "-q", "-m", "first"]):
         subprocess.run(["git", *words], cwd=tmp_path, check=True)
     monkeypatch.setattr(saf, "__file__", str(tmp_path / "saf" / "__init__.py"))
-    return tmp_path
-
-
-@pytest.mark.parametrize(
-    ("edited", "marked"),
-    [("docs/log.md", False), ("saf/__init__.py", True), ("experiments/recipes/new.py", True)],
-)
-def test_a_commit_is_marked_where_the_package_or_its_recipes_were_edited(checkout, edited, marked):
-    (checkout / edited).write_text("# second\n")
-    recorded = commit.__wrapped__() or ""
-    assert (len(recorded.removesuffix("+")), recorded.endswith("+")) == (40, marked)
+    for edited, marked in (("docs/log.md", False), ("experiments/recipes/new.py", True)):
+        (tmp_path / edited).write_text("# second\n")
+        recorded = commit.__wrapped__() or ""
+        assert (len(recorded.removesuffix("+")), recorded.endswith("+")) == (40, marked)

@@ -80,6 +80,8 @@ def freeze(folder, heads, update=6, **more):
 
 def test_events_are_numbered_lines_with_a_file_of_tensors_each(tmp_path):
     assert read_events(tmp_path) == []
+    with pytest.raises(InputError, match="the folder that holds it"):
+        read_events(tmp_path / "events.jsonl")
     assert freeze(tmp_path, [[0, 1]], reason="because", seconds={"fit": 1.5}).number == 1
     append_event(tmp_path, "undo", {"update": 7, "heads": [[0, 1]], "loss_after": float("nan")})
     first, second = read_events(tmp_path)
@@ -129,9 +131,3 @@ def test_inherited_events_are_marked_and_replace_what_was_there(tmp_path):
     assert (event.heads, event.values["inherited"], event.values["loss_before"]) == ([[0, 1]], True, 3.0)
     assert torch.equal(event.tensors()["alpha"], torch.ones(2, 3))
     assert not (tmp_path / "child" / "event-2.safetensors").exists()
-
-
-def test_what_is_no_record_of_events_is_refused(tmp_path):
-    (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(InputError, match="the folder that holds it"):
-        read_events(tmp_path / "events.jsonl")

@@ -27,12 +27,13 @@ from saf.surgery import install_, uninstall_
 from saf.train.step import build_optimizer, step_if_finite_
 from tests.train.helpers import begin
 
+SHAPE = {"vocab_size": 64, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_length": 16}
 FILES = ("model.safetensors", "optimizer.safetensors", "saf.safetensors", "saf.json", "state.json")
 
 
 @pytest.fixture
 def model(generator) -> GPT:
-    model = GPT(preset("tiny", vocab_size=64, num_layers=2, hidden_size=32, num_heads=4, max_length=16))
+    model = GPT(preset("tiny", **SHAPE))
     model.reset_parameters(generator)
     return model
 
@@ -121,9 +122,8 @@ def test_what_is_missing_exists_already_or_is_of_another_model_is_refused(tmp_pa
         load_model(tmp_path / "step-9")
     saved = open_checkpoint(write(tmp_path, 3, model, optimizer))
     for changes, words in (({"hidden_size": 64}, "must have shape"), ({"num_layers": 1}, r"does not have.*blocks\.1")):
-        shape = {"vocab_size": 64, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_length": 16, **changes}
         with pytest.raises(CheckpointError, match=words):
-            saved.optimizer(GPT(preset("tiny", **shape)))
+            saved.optimizer(GPT(preset("tiny", **{**SHAPE, **changes})))
 
 
 def test_a_limit_on_file_sizes_is_explained(tmp_path, model, optimizer):
@@ -141,7 +141,7 @@ def test_a_limit_on_file_sizes_is_explained(tmp_path, model, optimizer):
 
 def killed_during_a_write(folder: Path) -> None:
     """Write a checkpoint, and die before the next one has its name; for a process of its own."""
-    model = GPT(preset("tiny", vocab_size=64, num_layers=1, hidden_size=32, max_length=16))
+    model = GPT(preset("tiny", **SHAPE))
     optimizer = build_optimizer(model)
     write(folder, 1, model, optimizer)
     Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
@@ -159,15 +159,12 @@ def test_killed_during_a_write(tmp_path):
     assert os.listdir(tmp_path) == ["step-1"]
 
 
-def test_order_and_pruning(tmp_path, model, optimizer):
-    for update in (2, 10, 100, 9):
-        write(tmp_path, update, model, optimizer)
-    state = {"update": 10, "model": model.config.to_dict()}
-    save_checkpoint(tmp_path / step_name(10, after_freezing=True), model, optimizer, state=state)
-    (tmp_path / ".writing-step-1000").mkdir()
-    names = [path.name for path in checkpoints(tmp_path)]
-    assert names == ["step-2", "step-9", "step-10", "step-10-frozen", "step-100"]
-    prune_checkpoints_(tmp_path, keep=0, protect=set())
-    assert len(checkpoints(tmp_path)) == 5
-    prune_checkpoints_(tmp_path, keep=1, protect={"step-9"})
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-9", "step-100"]
+def test_order_and_pruning(tmp_path):
+    def names():
+        return [path.name for path in checkpoints(tmp_path)]
+
+    for name in (*map(step_name, (2, 10, 100, 9)), step_name(10, after_freezing=True), ".writing-step-1000"):
+        (tmp_path / name).mkdir()
+    for keep, remaining in ((0, [2, 9, 10, "10-frozen", 100]), (1, [9, 100])):
+        prune_checkpoints_(tmp_path, keep=keep, protect={"step-9"})
+        assert names() == [f"step-{each}" for each in remaining]

@@ -76,7 +76,6 @@ def command(files, parents, tmp_path_factory):
 
 
 def order_of(run):
-    """What every update was, however it went."""
     return [(line["update"], line["tokens"]) for line in run.metrics]
 
 
@@ -168,7 +167,6 @@ def test_finetuning_that_cannot_work_is_refused(capsys, files, parents, tmp_path
 # --- the loss is the mean over the answer tokens of an update, however it is cut into micro-batches
 
 ANSWERS = ["no", "the loss of a head", "of", "the update of a pattern of the model of the window", "a", "rate of loss"]
-"""Of very unequal length."""
 
 
 @pytest.fixture(scope="module")
@@ -194,15 +192,12 @@ def unequal(data, tmp_path_factory):
     )
 
 
-def one_update(settings: TrainConfig, name: str, size: int, accumulation: int) -> Path:
-    out = Path(settings.out, name)
-    pretrain(replace(settings, out=str(out), batch_size=size, accumulation=accumulation))
-    return out
-
-
-def assert_mean_over_tokens(settings: TrainConfig, folder: Path, count: int) -> None:
-    """Compare a run's only update with loss and gradient in float64, each example alone and without padding."""
-    task = FinetuneTask(replace(settings, batch_size=count, accumulation=1), length=64)
+@pytest.mark.parametrize(("size", "accumulation"), [(3, 3), (1, 8)])
+def test_micro_batches_weigh_as_many_answer_tokens_as_they_have(unequal, size, accumulation):
+    """A run's only update has loss and gradient of float64, each example alone and without padding."""
+    folder, count = Path(unequal.out, f"{size} x {accumulation}"), size * accumulation
+    pretrain(replace(unequal, out=str(folder), batch_size=size, accumulation=accumulation))
+    task = FinetuneTask(replace(unequal, batch_size=count, accumulation=1), length=64)
     model = load_model(folder / "checkpoints" / "step-0").double()
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for each in (task.examples[number] for number in task.numbers(0, count)):
@@ -219,12 +214,6 @@ def assert_mean_over_tokens(settings: TrainConfig, folder: Path, count: int) -> 
         if parameter.grad is not None:
             gradient = moments[f"{name}.exp_avg"] / (1 - beta)
             assert (gradient - parameter.grad).norm() <= 1e-5 * parameter.grad.norm(), name
-
-
-@pytest.mark.parametrize(("size", "accumulation"), [(3, 3), (1, 8)])
-def test_micro_batches_weigh_as_many_answer_tokens_as_they_have(unequal, size, accumulation):
-    folder = one_update(unequal, f"{size} x {accumulation}", size, accumulation)
-    assert_mean_over_tokens(unequal, folder, size * accumulation)
 
 
 # --- associative recall
@@ -252,9 +241,6 @@ def test_recall_resumes_with_its_reports_and_goes_on_replaced_or_pruned(recall, 
     assert killed_and_resumed(config, Run, "run_update", 8)["reports"] == expected["reports"]
     assert outcome(config.out) == outcome(whole.out)
     assert read_events(whole.out)[0].values["length"] == 32, "the whole context is calibrated on"
-    assert [one["length"] for one in expected["recall"]["tests"]] == [16, 32]
-    with pytest.raises(InputError, match="mqar must be left out without task='mqar'"):
-        recall(task="text")
     with pytest.raises(CheckpointError, match="was trained on other data"):
         pretrain(continue_from(expected["checkpoint"], out=f"{whole.out}-other", seed=5, updates=14))
     plain = recall("plain", updates=4)
@@ -301,7 +287,7 @@ def test_a_checkpoint_is_finetuned_on_recall_other_arms_like_it_and_both_compare
     for place, test in enumerate(record["tasks"].values()):
         assert test["accuracy"] == [one["recall"]["tests"][place]["accuracy"] for one in results]
         assert test["ci95"][0] < test["difference"] < test["ci95"][1]
-    # Recovery after immediate replacement: one run, judged before its first update and later.
+    # Recovery after immediate replacement: one run, measured before its first update and later.
     parent = "ordinary/checkpoints/step-4"
     more = ["--updates", 3, "--report-at", 0, 1, 3, "--save-every", 0, *FREEZE_WORDS]
     replaced = command("replaced", *WORDS[:2], *more, parent=parent)
@@ -309,8 +295,6 @@ def test_a_checkpoint_is_finetuned_on_recall_other_arms_like_it_and_both_compare
     assert list(result["reports"]) == ["0", "1", "3"]
     assert [event.update for event in replaced.events] == [0]
     assert result["provenance"]["seed"] == results[0]["provenance"]["seed"] + 1_000
-    alone = pretrain(continue_from(tmp_path / parent, out=tmp_path / "alone", freeze=FREEZE))
-    assert alone["recall"]["tests"] == result["reports"]["0"]["recall"]["tests"]
     with pytest.raises(InputError, match="must be measured alike"):
         compare_runs(ordinary, RecordedRun.open(text.out))
     with open(frozen.folder / "answers.jsonl", "a") as file:

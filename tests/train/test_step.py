@@ -8,7 +8,7 @@ import torch
 
 import saf
 from saf.checkpoint import optimizer_state
-from saf.machine import Execution
+from saf.machine import Execution, rated_flops
 from saf.models import by_layer
 from saf.train import step
 from saf.train.step import (
@@ -142,15 +142,29 @@ def test_graphed_passes_add_the_gradients_of_padded_micro_batches(model, monkeyp
     assert set(graphed.graphs) == {(2, 8), (2, LENGTH)}
 
 
-def test_where_graphs_cannot_be_captured_is_said():
+def test_graphs_are_for_one_process_on_cuda_with_fixed_patterns():
     cpu, cuda = (Execution(torch.device(name), "fp32", compile=False) for name in ("cpu", "cuda"))
     assert graphs_unsupported(cuda, "none", trained_patterns=False) is None
-    for execution, kind, trained, words in (
-        (cpu, "none", False, "need a CUDA device"),
-        (cuda, "ddp", False, "one process"),
-        (cuda, "none", True, "need fixed patterns"),
-    ):
-        assert words in graphs_unsupported(execution, kind, trained_patterns=trained)
+    assert "a CUDA device" in str(graphs_unsupported(cpu, "none", trained_patterns=False))
+    assert "one process" in str(graphs_unsupported(cuda, "ddp", trained_patterns=False))
+    assert "fixed patterns" in str(graphs_unsupported(cuda, "none", trained_patterns=True))
+
+
+def test_auto_compiles_on_cuda_and_by_layers_where_events_are_several(monkeypatch):
+    def forms(device):
+        cases = (("auto", False), ("auto", True), ("on", True), ("layers", False), ("off", True))
+        found = (Execution.of(device, compile=compile, several_events=several) for compile, several in cases)
+        return [(each.compile, each.by_layer) for each in found]
+
+    named = [(True, False), (True, True), (False, False)]
+    assert forms("cpu") == [(False, False)] * 2 + named
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert forms("cuda") == [(True, False), (True, True), *named]
+
+
+def test_unknown_speeds_are_not_guessed():
+    assert rated_flops("NVIDIA H200", "bf16") == 989e12
+    assert rated_flops("NVIDIA H200", "fp32") is rated_flops("cpu (x86_64, 2 threads)", "bf16") is None
 
 
 @pytest.mark.parametrize(
