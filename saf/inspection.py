@@ -1,7 +1,7 @@
 """`inspect` returns the contents of a folder written by `saf`, after checking every recorded sum."""
 
-from collections import Counter
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from saf.errors import CheckpointError, SafError
 from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, read_pattern, storage_of
 from saf.heads import EDITED
 from saf.opening import folder_hash, weight_files
+from saf.patterns import Pattern
 from saf.records.files import read_json, read_metadata
 from saf.records.run import Kind, RecordedRun, expect
 
@@ -29,15 +30,21 @@ def inspect(path: Path) -> dict[str, Any]:
         CheckpointError: A checkpoint or saved model is damaged.
         DataError: A data folder is damaged.
     """
-    kind = expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.DATA, Kind.MODEL, Kind.HEADS, Kind.TRANSFORMERS)
-    return _INSPECTED[kind](path)
+    readers = {
+        Kind.CHECKPOINT: _checkpoint,
+        Kind.RUN: _run,
+        Kind.DATA: lambda path: {"kind": "data", "verified": True, **TokenData.open(path, verify=True).index},
+        Kind.MODEL: _saved,
+        Kind.HEADS: _saved,
+        Kind.TRANSFORMERS: _of_transformers,
+    }
+    return {"path": str(path), **readers[expect(path, *readers)](path)}
 
 
 def _checkpoint(path: Path) -> dict[str, Any]:
     manifest, state = verify(path), read_json(path / "state.json")
     return {
         "kind": "checkpoint",
-        "path": str(path),
         "verified": True,
         "update": manifest["update"],
         "tokens": state.get("tokens"),
@@ -52,11 +59,10 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 def _run(path: Path) -> dict[str, Any]:
     run = RecordedRun.open(path)
-    steps = [_verified(folder) for folder in checkpoints(path / "checkpoints")]
+    steps = [_step(folder) for folder in checkpoints(path / "checkpoints")]
     final, last = run.result or {}, run.metrics[-1] if run.metrics else {}
     return {
         "kind": "run",
-        "path": str(path),
         "verified": all(entry["problem"] is None for entry in steps),
         "arm": run.arm,
         "finished": run.result is not None,
@@ -75,17 +81,12 @@ def _run(path: Path) -> dict[str, Any]:
     }
 
 
-def _verified(folder: Path) -> dict[str, Any]:
+def _step(folder: Path) -> dict[str, Any]:
     """Return a checkpoint's name and hash, or its problem."""
     try:
         return {"name": folder.name, "hash": verify(folder)["hash"], "problem": None}
     except CheckpointError as error:
         return {"name": folder.name, "hash": None, "problem": str(error)}
-
-
-def _data(path: Path) -> dict[str, Any]:
-    data = TokenData.open(path, verify=True)
-    return {"kind": "data", "path": str(path), "verified": True, **data.index}
 
 
 def _saved(path: Path) -> dict[str, Any]:
@@ -97,7 +98,6 @@ def _saved(path: Path) -> dict[str, Any]:
     sums = state.get("sha256", {})
     return {
         "kind": "saved",
-        "path": str(path),
         "base_model": theirs[0] if theirs and weight_files(path) else None,
         "verified": TENSORS_FILE in sums,
         "sha256": sums,
@@ -122,21 +122,10 @@ def _of_transformers(path: Path) -> dict[str, Any]:
     return {
         **heads,
         "kind": "transformers",
-        "path": str(path),
         "architecture": (config.get("architectures") or [config["model_type"]])[0],
         "hash": folder_hash(path),
         "weights": {file.name: file.stat().st_size for file in weights},
     }
-
-
-_INSPECTED: dict[Kind, Callable[[Path], dict[str, Any]]] = {
-    Kind.CHECKPOINT: _checkpoint,
-    Kind.RUN: _run,
-    Kind.DATA: _data,
-    Kind.MODEL: _saved,
-    Kind.HEADS: _saved,
-    Kind.TRANSFORMERS: _of_transformers,
-}
 
 
 def _frozen_heads(path: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Any]:
@@ -144,28 +133,30 @@ def _frozen_heads(path: Path, state: Mapping[str, Any], tensors: Mapping[str, Te
 
     Raises CheckpointError when a head's pattern is missing or not finite.
     """
-    layers, patterns, saved, length = state["layers"], list[dict[str, Any]](), 0, 0
+    layers, by_layer = state["layers"], defaultdict[int, list[Pattern]](list)
     pairs = {kind: [(n, head) for n, layer in enumerate(layers) for head in layer.get(kind, ())] for kind in EDITED}
-    for number in sorted({layer for layer, _ in pairs["frozen"]}):
-        kinds: Counter[str] = Counter()
-        size = 0
-        for head in layers[number]["frozen"]:
-            try:
-                pattern = read_pattern(tensors, (number, head), trainable=False)
-            except SafError as error:
-                where = f"the pattern of head ({number}, {head})"
-                raise CheckpointError(f"{path / TENSORS_FILE}: {where}: {error}") from error
-            kinds[pattern.kind] += 1
-            size += sum(tensors[f"{number}.{head}.{name}"].nbytes for name in pattern.parts)
-            length = pattern.length
-        patterns.append({"layer": number, "kinds": dict(kinds), "length": length, "bytes": size})
-        saved += size
-    most = max((layer["num_heads"] for layer in layers), default=0)
-    sizes = asdict(replace(storage_of(pairs["frozen"], length=length, num_heads=most), parameters=saved))
+    for layer, head in pairs["frozen"]:
+        try:
+            by_layer[layer].append(read_pattern(tensors, (layer, head), trainable=False))
+        except SafError as error:
+            raise CheckpointError(f"{path / TENSORS_FILE}: {error}") from error
+    patterns = [
+        {
+            "layer": layer,
+            "kinds": dict(Counter(pattern.kind for pattern in own)),
+            "length": own[-1].length,
+            "bytes": sum(tensor.nbytes for pattern in own for tensor in pattern.state().values()),
+        }
+        for layer, own in by_layer.items()
+    ]
+    most, sizes = max((layer["num_heads"] for layer in layers), default=0), {}
+    if patterns:
+        storage = storage_of(pairs["frozen"], length=patterns[-1]["length"], num_heads=most)
+        sizes = asdict(replace(storage, parameters=sum(layer["bytes"] for layer in patterns)))
     return {
         **{kind: [list(head) for head in heads] for kind, heads in pairs.items()},
         "num_heads": sum(layer["num_heads"] for layer in layers),
         "heads_per_layer": most,
         "patterns": patterns,
-        "storage": {name: size for name, size in sizes.items() if size is not None} if patterns else {},
+        "storage": {name: size for name, size in sizes.items() if size is not None},
     }
