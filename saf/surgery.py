@@ -8,9 +8,8 @@ All go the same way: the verb computes the next layout of each layer, `plan_edit
 import gc
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain, combinations
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -131,13 +130,13 @@ def finalize_(model: nn.Module) -> None:
 
 def pattern_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Return the trained key and distance logits, two parameters `[T]` a head, layer by layer."""
-    return [logits for site in adapter_for(model).sites() for logits in _logits_of(site).values()]
+    return [logits for site in adapter_for(model).sites() for logits in _logits_of(site)]
 
 
-def _logits_of(site: Site) -> dict[int, nn.Parameter]:
-    """Return the trained logits of a layer, by identity."""
+def _logits_of(site: Site) -> dict[nn.Parameter, None]:
+    """Return the trained logits of a layer, as an ordered set."""
     trained = (pattern for pattern in patterns_of(site).values() if is_trainable(pattern))
-    return {id(logits): logits for pattern in trained for logits in pattern.parameters()}
+    return dict.fromkeys(logits for pattern in trained for logits in pattern.parameters())
 
 
 def patterns_of(site: Site) -> dict[int, Pattern]:
@@ -236,8 +235,7 @@ def _sites_of(model: nn.Module, heads: HeadSet, *kinds: str) -> dict[int, Site]:
 # --- an edit of a layer, checked first and applied afterwards
 
 
-@dataclass(frozen=True)
-class LayerEdit:
+class LayerEdit(NamedTuple):
     """A layer's next layout, checked, with its frozen heads."""
 
     site: Site
@@ -303,8 +301,8 @@ def apply_edits_(edits: Sequence[LayerEdit], optimizer: Optimizer | None) -> Non
         edit.site.assign(edit.layout, edit.frozen, removed)
         if optimizer is not None:
             after = _logits_of(edit.site)
-            drop_logits_(optimizer, [before[key] for key in before.keys() - after.keys()])
-            joining = [logits for key, logits in after.items() if key not in before]
+            drop_logits_(optimizer, [logits for logits in before if logits not in after])
+            joining = [logits for logits in after if logits not in before]
             add_logits_(optimizer, joining, rows_of(edit.site, "value").parameter)
     edited_([edit.site for edit in edits], optimizer)
 
@@ -351,20 +349,15 @@ def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
                 blocks[each][role, head] = rows.get(each, torch.zeros_like(rows["weight"])).to(tensor)
         if optimizer is not None and not parameter.numel():
             update_steps_(parameter, optimizer)
-        for each, tensor in tensors.items():
-            rows = [tensor.narrow(dimension, 0, 0), *(blocks[each][row] for row in new)]
-            _assign_(parameter, each, torch.cat(rows, dim=dimension), optimizer)
+        whole = {each: [t.narrow(dimension, 0, 0), *(blocks[each][row] for row in new)] for each, t in tensors.items()}
+        values = {each: torch.cat(rows, dim=dimension) for each, rows in whole.items()}
+        replace_data_(parameter, values.pop("weight"))
+        gradient = values.pop("gradient", None)
+        if parameter.numel():  # a forward pass gives an empty weight no gradient either
+            parameter.grad = gradient
+        if optimizer is not None and values:
+            optimizer.state[parameter].update(values)
     return {role: rows for role, rows in removed.items() if rows}
-
-
-def _assign_(parameter: Tensor, name: str, value: Tensor, optimizer: Any) -> None:
-    """Give a parameter its weight, which drops the gradient, then a moment by name or its gradient."""
-    if name == "weight":
-        replace_data_(parameter, value)
-    elif name != "gradient":
-        optimizer.state[parameter][name] = value
-    elif parameter.numel():  # a forward pass gives an empty weight no gradient either
-        parameter.grad = value
 
 
 def replace_data_(parameter: Tensor, data: Tensor) -> None:
