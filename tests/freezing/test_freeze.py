@@ -244,17 +244,14 @@ def test_copies_of_one_sequence_choose_no_heads(score):
     ("options", "message"),
     [
         ({"rate": 1.2}, "from 0 to 1"),
-        *(({name: "magic"}, f"{name} must be one of") for name in ("score", "pattern", "backend", "fitter", "storage")),
-        ({"fitter_options": {"sweeps": 3}}, "fitter 'proportional' takes .* got sweeps"),
+        *(({name: "magic"}, f"{name} must be one of") for name in ("score", "pattern", "fitter", "storage")),
         ({"max_fit_kl": 0}, "positive"),
         ({"pattern": "structured_random", "fitter": "adam"}, "compact by nature, and nothing is fitted"),
         ({"pattern_options": {"scale": 2}}, "'mean' takes no options"),
         ({"match": "variance"}, "match has no effect where heads are chosen by 'variance' anyway"),
-        ({"max_per_layer": 0}, "at least 1, got 0"),
         ({"heads": ((0, 1),), "count": 1, "max_per_layer": 1}, "leave count and max_per_layer out"),
         ({"heads": ((0, 1), (0, 1))}, "names each head once"),
         ({"match_heads": ((0, 1),), "match": "forward_kl"}, "match_heads sets .* leave match out"),
-        ({"storage": "exponential", "pattern": "structured_random"}, "not fitted"),
         ({"storage": "exponential", "trainable": True}, "storage='compact'"),
         ({"fitter_options": {"band": 64}}, "got band"),
         ({"storage": "exponential", "operation": "prune"}, "pruned heads have no patterns: leave storage out"),
@@ -287,9 +284,8 @@ def test_what_a_model_cannot_give_is_refused_before_anything_is_measured():
     for score, message in [("qk_gradient", r"QKGradient\(model\)"), ("redundancy", "pass heldout=")]:
         with pytest.raises(InputError, match=message):
             saf.freeze_(make(), [ids], saf.FreezeConfig(score=score))
-    for bare in (ids, {"input_ids": ids}):
-        with pytest.raises(InputError, match="a list of one; got a bare"):
-            saf.freeze_(make(), bare)
+    with pytest.raises(InputError, match="a list of one; got a bare"):
+        saf.freeze_(make(), ids)
 
 
 def ready_heads(model):

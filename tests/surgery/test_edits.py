@@ -7,12 +7,11 @@ import torch
 from torch.optim.swa_utils import AveragedModel
 
 import saf
-from saf.errors import CheckpointError, InputError, UnsupportedError
+from saf.errors import CheckpointError, UnsupportedError
 from saf.frozen_state import description_of, restore_
 from saf.heads import HeadSet
 from saf.models import GPT
 from saf.models.adapter import adapter_for
-from saf.patterns import TrainablePattern
 from saf.surgery import install_, uninstall_
 from tests.surgery.test_install import SOME
 from tests.surgery.trained_model import LENGTH, SHAPE, make, patterns, update
@@ -95,14 +94,3 @@ def test_patterns_that_cannot_be_trained_here_undo_what_was_installed_before_the
     with pytest.raises(UnsupportedError, match="cannot train these patterns"):
         restore_(other, state, steep, backend="toeplitz")
     assert all(map(torch.equal, other.state_dict().values(), before.values()))
-
-
-def test_a_trainable_pattern_says_what_it_is_for():
-    model, trainer = make()
-    one = TrainablePattern.of(patterns(1)[0], dtype=torch.float64)
-    with pytest.raises(InputError, match=r"pass trainable=True, or pattern\.compact"):
-        install_(model, HeadSet([(0, 1)]), [one], optimizer=trainer)
-    install_(model, HeadSet([(0, 1)]), [one], optimizer=trainer, trainable=True)
-    assert any(one.alpha is parameter for parameter in model.parameters())
-    update(model, trainer)
-    assert not torch.equal(one.alpha, TrainablePattern.of(patterns(1)[0], dtype=torch.float64).alpha)

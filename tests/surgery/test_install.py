@@ -37,16 +37,6 @@ def by_hand(model: GPT, tokens: torch.Tensor, heads: HeadSet, fixed: torch.Tenso
     return logits
 
 
-def test_installed_model_computes_the_fixed_patterns():
-    model, trainer = make()
-    tokens = torch.randint(0, SHAPE.vocab_size, (2, LENGTH))
-    expected = by_hand(model, tokens, SOME, patterns(6).dense())
-    install_(model, SOME, patterns(6), optimizer=trainer)
-    torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
-    assert adapter_for(model).heads("frozen") == SOME
-    assert model.blocks[1].attention.q_proj.weight.shape == (0, 32)
-
-
 @pytest.mark.parametrize(
     ("optimizer", "options", "trainable"),
     [

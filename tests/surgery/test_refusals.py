@@ -31,55 +31,42 @@ def attentions(model):
     return [site.attention for site in adapter_for(model).sites()]
 
 
-def layers(model):
-    return model.blocks if isinstance(model, saf.GPT) else model.model.layers
-
-
-def masked(name):
-    return lambda model, a, b: prune.l1_unstructured(getattr(b, name), "weight", 0.3)
-
-
-def hooked(name, kind):
-    return lambda model, a, b: getattr(b.get_submodule(name), kind)(lambda *_: None)
-
-
-def shared(role, other):
-    """Give the second layer's projection a parameter of another owner."""
-    return lambda model, a, b: setattr(getattr(b, role), "weight", other(model, a, b))
-
-
 def share_a_middle(first, second):
     """Give two projections parts of one tensor that overlap by a row."""
     rows = torch.cat([first.weight.detach(), second.weight.detach()[1:]])
     first.weight, second.weight = nn.Parameter(rows[: len(rows) // 2 + 1]), nn.Parameter(rows[len(rows) // 2 :])
 
 
-COMPUTED, TWO_OWNERS, SHAPE, HOOKS = (
-    "weights|computed together",
+COMPUTED, TWO_OWNERS, COUNT, HOOKS = (
+    "computed together|weights",
     "memory of its own|used twice",
     r"layers, got \d",
     "hook",
 )
-REFUSED = {
-    "a mask": ("gpt", masked("v_proj"), COMPUTED),
-    "a mask of a fused projection": ("gpt2", masked("c_attn"), COMPUTED),
+REFUSED = {  # a family, and a change of the model by its first two attention layers
+    "a mask": ("gpt", lambda model, a, b: prune.l1_unstructured(b.v_proj, "weight", 0.3), COMPUTED),
+    "a mask of a fused projection": (
+        "gpt2",
+        lambda model, a, b: prune.l1_unstructured(b.c_attn, "weight", 0.3),
+        COMPUTED,
+    ),
     "orthogonal weights": ("gpt", lambda model, a, b: parametrizations.orthogonal(b.v_proj), COMPUTED),
-    "one parameter of two layers": ("llama", shared("v_proj", lambda model, a, b: a.v_proj.weight), TWO_OWNERS),
-    "an embedding": ("gpt", shared("o_proj", lambda model, a, b: model.embed.weight), TWO_OWNERS),
-    "a view in a buffer": (
-        "gpt",
-        lambda model, a, b: b.register_buffer("some_rows", a.v_proj.weight.data[4:8]),
+    "one parameter of two layers": (
+        "llama",
+        lambda model, a, b: setattr(b.v_proj, "weight", a.v_proj.weight),
         TWO_OWNERS,
     ),
-    "a view that goes beyond": ("gpt", lambda model, a, b: share_a_middle(a.v_proj, b.v_proj), TWO_OWNERS),
-    "a draft layer beside": (
-        "gpt",
-        lambda model, a, b: setattr(model, "draft", copy.deepcopy(layers(model)[-1])),
-        SHAPE,
+    "an embedding": ("gpt", lambda model, a, b: setattr(b.o_proj, "weight", model.embed.weight), TWO_OWNERS),
+    "a buffer": ("gpt", lambda model, a, b: b.register_buffer("rows", a.v_proj.weight.data[4:8]), TWO_OWNERS),
+    "overlapping parts": ("gpt", lambda model, a, b: share_a_middle(a.v_proj, b.v_proj), TWO_OWNERS),
+    "a draft layer": ("gpt", lambda model, a, b: setattr(model, "draft", copy.deepcopy(model.blocks[-1])), COUNT),
+    "a layer used twice": (
+        "llama",
+        lambda model, a, b: model.model.layers.__setitem__(1, model.model.layers[0]),
+        COUNT,
     ),
-    "a layer used twice": ("llama", lambda model, a, b: layers(model).__setitem__(1, layers(model)[0]), SHAPE),
-    "weights on the meta device": ("llama", lambda model, a, b: model.to("meta"), "on the meta device"),
-    "a hook on a projection": ("llama", hooked("o_proj", "register_forward_pre_hook"), HOOKS),
+    "the meta device": ("llama", lambda model, a, b: model.to("meta"), "on the meta device"),
+    "a hook on a projection": ("llama", lambda model, a, b: b.o_proj.register_forward_pre_hook(lambda *_: None), HOOKS),
     "a hook on a weight": (
         "gpt",
         lambda model, a, b: b.v_proj.weight.register_post_accumulate_grad_hook(lambda _: None),
@@ -95,7 +82,7 @@ def test_every_verb_refuses_and_changes_nothing(case, tmp_path):
     handle = change(model, *attentions(model)[:2])
     before = {} if "meta" in case else {name: tensor.clone() for name, tensor in model.state_dict().items()}
     measured = [lambda model: saf.calibrate(model, [tokens() % 48]), lambda model: saf.save(model, tmp_path / "saved")]
-    for verb in (*VERBS.values(), *(measured if words in (SHAPE, "on the meta device") else [])):
+    for verb in (*VERBS.values(), *(measured if words in (COUNT, "on the meta device") else [])):
         with pytest.raises(InputError if "meta" in case else UnsupportedError, match=words):
             verb(model)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
