@@ -61,8 +61,8 @@ def fit_with_certificate(
     if fitter != "adam" and not bool(certificate.converged.all()):  # the paper's has a fixed number of steps
         warnings.warn(
             f"{int((~certificate.converged).sum())} of {certificate.converged.numel()} patterns were not yet fitted "
-            f"within {tolerance:g} (relative error up to {certificate.max_relative.max():.2g}); where their fit KL is "
-            "not low, raise the fitter option max_sweeps (--fitter-options max_sweeps 2000)",
+            f"within {tolerance:g} (relative error up to {certificate.max_relative.max():.2g}): it matters little "
+            "where their fit KL is low" + ("; else raise fitter option max_sweeps" if fitter == "proportional" else ""),
             SafWarning,
             stacklevel=3,
         )

@@ -17,7 +17,7 @@ def head_pairs(heads: Any) -> list[Head]:
 
 
 class HeadSet:
-    """Immutable set of `(layer, head)` pairs, iterated in that order; ids are the original model's.
+    """Immutable set of `(layer, head)` pairs of the original model, iterated in that order.
 
     >>> heads = HeadSet([(1, 0), (0, 2)])
     >>> list(heads), heads.in_layer(0)
@@ -34,15 +34,14 @@ class HeadSet:
 
     @classmethod
     def in_order(cls, heads: Iterable[Head]) -> "HeadSet":
-        """Build from heads whose patterns follow in the same order; raise InputError if they do not ascend."""
+        """Build from heads whose patterns come in the same order; raise InputError if they do not ascend."""
         pairs = head_pairs(heads)
-        chosen = cls(pairs)
-        if list(chosen) != pairs:
+        if list(ordered := cls(pairs)) != pairs:
             raise InputError(f"heads and patterns must be in (layer, head) order; got {pairs}, sort both")
-        return chosen
+        return ordered
 
     def to_list(self) -> list[list[int]]:
-        """Return `[[layer, head], ...]` for JSON files."""
+        """Return `[[layer, head], ...]` for JSON."""
         return [[layer, head] for layer, head in self]
 
     def in_layer(self, layer: int) -> list[int]:
@@ -98,7 +97,7 @@ def role_of(name: str) -> str:
 
 
 def roles_of(name: str) -> tuple[str, ...]:
-    """Return the roles whose rows a parameter holds one after another, by its name.
+    """Return the roles whose rows a parameter of this name holds one after another.
 
     >>> roles_of("query_bias"), roles_of("query_key_value")
     (('query',), ('query', 'key', 'value'))
@@ -121,15 +120,11 @@ class HeadLayout:
 
     def __post_init__(self):
         if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
-            raise InputError(
-                f"num_heads {self.num_heads} must be positive and divide into num_kv_heads {self.num_kv_heads}"
-            )
+            raise InputError(f"num_heads must be a positive multiple of num_kv_heads, {self.num_kv_heads}; got {self}")
         for kind in EDITED:
             heads: tuple[int, ...] = getattr(self, kind)
-            if list(heads) != sorted(set(heads)):
-                raise InputError(f"{kind} head ids must ascend without repeats; got {heads}")
-            if heads and not 0 <= heads[0] <= heads[-1] < self.num_heads:
-                raise InputError(f"{kind} head ids must lie in [0, {self.num_heads}); got {heads}")
+            if list(heads) != sorted(set(heads)) or not all(0 <= head < self.num_heads for head in heads):
+                raise InputError(f"{kind} head ids must ascend within [0, {self.num_heads}); got {heads}")
         if both := set(self.frozen) & set(self.pruned):
             raise InputError(f"a head is frozen or pruned; got {sorted(both)} as both")
 
@@ -151,10 +146,9 @@ class HeadLayout:
 
     @cached_property
     def rows(self) -> dict[str, tuple[int, ...]]:
-        """Owners of the rows that each projection holds, in order, by role: heads, or the KV heads that they share.
+        """Owners of the rows that each projection holds, by role: heads in slot order.
 
-        Heads lie in slot order. With grouped queries keys and values lie in ascending order, and a KV head has its
-        rows while a head of its group reads them.
+        With grouped queries owners of keys and values are the KV heads that some head reads, in ascending order.
         """
         held = {role: tuple(h for kind in KINDS if role in KINDS[kind] for h in getattr(self, kind)) for role in ROLES}
         if self.grouped:
@@ -162,7 +156,7 @@ class HeadLayout:
         return held
 
     def rows_in(self, name: str) -> tuple[tuple[str, int], ...]:
-        """Return `(role, owner)` of every row block of a parameter, in order; a fused projection has role after role.
+        """Return `(role, owner)` of every row block of a parameter, in order; fused projections have role after role.
 
         >>> HeadLayout(2, 2, frozen=(1,)).rows_in("query_value")
         (('query', 0), ('value', 0), ('value', 1))

@@ -1,12 +1,10 @@
 """Sums over a compact pattern's causal entries, in the log domain, without ever forming a T x T array.
 
 Row, column and diagonal sums of `exp(log_row_i + alpha_j + rho_{i-j})`, where `log_row` scales the rows (-log Z makes
-them the pattern's), are one operation: a causal convolution of exponentials, read in different orders. It is cut into
-blocks of C positions. Of its second operand, `right`, the tile at block offset d serves every pair of blocks
-(I, I - d), so each offset is one small matrix product per head. Terms are non-negative, so nothing cancels: with block
-maxima factored out, each result is accurate in itself.
-
-A sum takes T**2 / 2 products a head, in T / C steps. Sum many heads at once: a step of one head is mostly overhead.
+them the pattern's), are one operation: a causal convolution of exponentials, read in different orders. It takes
+T**2 / 2 products a head, in T / C steps of blocks of C positions. Of its second operand, `right`, the tile at block
+offset d serves every pair of blocks (I, I - d), so each offset is one small matrix product per head. Terms are
+non-negative, so nothing cancels: with block maxima factored out, each result is accurate in itself.
 """
 
 import math

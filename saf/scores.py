@@ -1,8 +1,8 @@
-"""`score` ranks heads for freezing, lowest first, by one of the functions in `SCORES`, with the paper's equations.
+"""`score` scores heads for freezing, lowest first, by one of the functions in `SCORES`, with the paper's equations.
 
 A new score is one function of the statistics under `@head_score`. Its further inputs are keyword-only arguments
-without a default: tensors that calibration collects, by their names in `saf.calibration.COLLECTIONS`, as
-`[L, H, ...]`, or names of `HOW_TO_MEASURE`.
+without a default: tensors `[L, H, ...]` that calibration collects, by their names in `saf.calibration.COLLECTIONS`, or
+names of `HOW_TO_MEASURE`.
 """
 
 from collections.abc import Callable
@@ -43,14 +43,14 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **inp
     `outputs`, `gates`, or `seed` of `random`; tensors that calibration collected are read from the statistics. Raises
     InputError for an unknown name, missing inputs, and live heads without a value.
     """
-    function, label, needed = _function(name), score_name(name), required_inputs(name)
-    advice = {key: HOW_TO_MEASURE.get(key, f"pass it, or call calibrate(..., collect=({key!r},))") for key in needed}
+    function, label, required = _function(name), score_name(name), required_inputs(name)
+    advice = {key: HOW_TO_MEASURE.get(key, f"pass it, or call calibrate(..., collect=({key!r},))") for key in required}
     inputs = {key: value for key, value in inputs.items() if value is not None}
-    inputs |= {key: statistics.by_head(key) for key in needed if key in statistics.collected and key not in inputs}
-    if missing := [key for key in needed if key not in inputs]:
+    inputs |= {key: statistics.by_head(key) for key in required if key in statistics.collected and key not in inputs}
+    if missing := [key for key in required if key not in inputs]:
         raise InputError(f"score {label!r} needs {', '.join(missing)}: {'; '.join(advice[key] for key in missing)}")
     if isinstance(name, str):
-        check_keywords(f"score {name!r}", inputs.keys() - set(needed), function)
+        check_keywords(f"score {name!r}", inputs.keys() - set(required), function)
     values, shape = function(statistics, **inputs), statistics.variance.shape
     if not isinstance(values, Tensor) or values.shape != shape:
         raise InputError(f"score {label!r} must be one number a head, a Tensor {list(shape)}; got {shown(values)}")
@@ -87,8 +87,7 @@ class HeadOutputs:
     """Outputs of heads on held-out sequences, from `saf.head_outputs`; float64, NaN for frozen heads.
 
     The S samples are pairs of a sequence and a query position. C `[S, d]` is a head's contribution to the residual
-    stream, D its change when the mean pattern replaces the head's own, O the layer's attention output and Y the
-    residual stream after it.
+    stream, D its change where the mean pattern replaces its own, O the layer's output and Y the stream after it.
     """
 
     gram: Tensor
@@ -192,10 +191,8 @@ def gate_taylor(statistics: AttentionStatistics, *, gates: Tensor) -> Tensor:
 
 @head_score
 def random(statistics: AttentionStatistics, *, seed: int = 0) -> Tensor:
-    """Uniform random numbers, the control; `select(..., match=...)` takes as many from each layer as another set.
-
-    Frozen heads draw too, so that a head's number does not depend on earlier events.
-    """
+    """Uniform random numbers, the control; `select(..., match=...)` takes as many from each layer as another set."""
+    # Frozen heads draw too, so that a head's number does not depend on earlier events.
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(statistics.variance.shape, generator=generator, dtype=torch.float64)
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from saf.errors import InputError, SelectionError, shown
-from saf.heads import Head, HeadSet, head_pairs
+from saf.heads import Head, HeadSet
 
 Unit = tuple[Head, ...]
 """Heads that are chosen together: one, or the live heads of a KV group."""
@@ -21,18 +21,16 @@ def select(scores: Tensor, rate: float | None = None, **conditions: Any) -> Head
     for unit in choose.propose():
         choose.accept(unit)
     if not choose.attained(len(choose)):
-        raise SelectionError(
-            f"{choose.total} heads must be chosen, and {len(choose)} of {scores.numel()} can be under these "
-            "conditions: lower the rate or count"
-        )
+        possible = f"{len(choose)} of {scores.numel()} can be under these conditions"
+        raise SelectionError(f"{choose.total} heads must be chosen, and {possible}: lower the rate or count")
     return HeadSet(choose)
 
 
 class Chooser:
     """Propose units in order while a total and limits by layer allow; a rejected one makes room for the next.
 
-    Proposing many at a time chooses the same heads as one by one, as long as units are single heads: limits on
-    disjoint layers and a total form a matroid, where leaving an element out never displaces an earlier choice.
+    Proposing many single heads at a time chooses the same ones as one by one: limits on disjoint layers and a total
+    form a matroid, where leaving an element out never displaces an earlier choice.
 
     Args:
         scores: `[L, H]`, NaN for heads that cannot be chosen.
@@ -45,8 +43,7 @@ class Chooser:
         group_size: Query heads that share a KV head: choose whole groups, so that keys can go too, by the mean of their
             scores; as many groups as stay within the budget.
 
-    Raises InputError unless exactly one of rate, count and match is set, for a negative count, for heads that do not
-    exist and for groups that do not divide.
+    Raises InputError unless one of rate, count and match is set, and for heads that do not exist.
     """
 
     def __init__(
@@ -74,14 +71,14 @@ class Chooser:
             matched = existing(scores, match)
             self._limits, count = [sum(at == layer for at, _ in matched) for layer in range(len(scores))], len(matched)
         self.total = budget(rate or 0.0, scores.numel()) if count is None else count
-        # Whole groups may leave the total by fewer heads than a group has; a matched set must be attained exactly.
+        # Whole groups may miss the total by fewer heads than a group has; a matched set must be attained exactly.
         self._group_size = group_size if match is None else 1
         self._waiting = _units(scores, ranking(scores, exclude, only=only), group_size)
-        self._chosen: list[Head] = []
+        self._accepted: list[Head] = []
 
     def propose(self) -> list[Unit]:
         """Return the next units, all of which fit within the total and the limits, and remove them from the queue."""
-        taken, proposed, skipped = list(self._chosen), [], []
+        taken, proposed, skipped = list(self._accepted), [], []
         for unit in self._waiting:
             layer = unit[0][0]
             if sum(at == layer for at, _ in taken) + len(unit) > self._limits[layer]:
@@ -96,22 +93,22 @@ class Chooser:
         return proposed
 
     def accept(self, unit: Unit) -> None:
-        """Count a proposed unit as chosen; units that are not accepted are rejected."""
-        self._chosen += unit
+        """Choose a proposed unit; units that are not accepted are rejected."""
+        self._accepted += unit
 
     def attained(self, count: int) -> bool:
         """Return whether `count` heads exhaust the total: no further group would stay within it."""
         return count > self.total - self._group_size
 
     def __iter__(self) -> Iterator[Head]:
-        return iter(self._chosen)
+        return iter(self._accepted)
 
     def __len__(self) -> int:
-        return len(self._chosen)
+        return len(self._accepted)
 
 
 def budget(rate: float, num_heads: int) -> int:
-    """Return the number of heads k = round(rate * heads), halves to even."""
+    """Return the number of heads k, halves to even."""
     if not 0 <= rate <= 1:
         raise InputError(f"rate is a share of all heads, from 0 to 1; got {rate}")
     return round(rate * num_heads)  # Eq. (S.5)
@@ -131,10 +128,10 @@ def ranking(scores: Tensor, exclude: Iterable[Head] = (), *, only: Iterable[Head
 
 def existing(scores: Tensor, heads: Iterable[Head]) -> set[Head]:
     """Return the heads as a set; raise InputError for one outside of `scores [L, H]`."""
-    pairs, (layers, width) = head_pairs(heads), scores.shape
-    if strange := sorted(pair for pair in pairs if not (0 <= pair[0] < layers and 0 <= pair[1] < width)):
+    pairs, (layers, width) = set(HeadSet(heads)), scores.shape
+    if strange := sorted(pair for pair in pairs if not (pair[0] < layers and pair[1] < width)):
         raise InputError(f"heads must exist, in {layers} layers of {width} heads; got {strange}")
-    return set(HeadSet(pairs))
+    return pairs
 
 
 def _units(scores: Tensor, order: list[Head], group_size: int) -> list[Unit]:

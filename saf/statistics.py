@@ -59,15 +59,13 @@ class AttentionStatistics:
     def take(self, name: str, heads: Iterable[tuple[int, int]]) -> Tensor:
         """Return the tensor collected under `name` for `heads`, in their order, `[F, ...]`.
 
-        Raises InputError where it is missing, with the call that collects it.
+        Raises InputError where it is missing.
         """
         pairs = head_pairs(heads)
         known = self.collected_heads if name in self.collected else HeadSet()
         if missing := [head for head in pairs if head not in known]:
-            raise InputError(
-                f"these statistics have no {name!r} of heads {missing[:4]}; "
-                f"measure it with calibrate(model, batches, collect=({name!r},), heads=...)"
-            )
+            call = f"calibrate(model, batches, collect=({name!r},), heads=...)"
+            raise InputError(f"these statistics have no {name!r} of heads {missing[:4]}; measure it with {call}")
         return self.collected[name][[self.collected_heads.index(head) for head in pairs]]
 
     def by_head(self, name: str) -> Tensor:

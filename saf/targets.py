@@ -51,21 +51,20 @@ def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
 def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any) -> Target:
     """Return the target of the compact fit of a pattern, for `heads` in order.
 
-    Options are the pattern's: `seed` of the sampled ones, `scale` of dirichlet. Draws depend on the seed,
-    the layer and the head alone. Raises InputError for unknown names and options, and for statistics without the
-    tensors of `collect_for`.
+    Options are the pattern's: `seed` of the sampled ones, `scale` of dirichlet. Draws depend on the seed, the layer and
+    the head alone. Raises InputError for unknown names and options, and statistics without what `collect_for` names.
     """
     options, kind, heads = check_options(name, options), TARGETS[name], HeadSet(heads)
     if kind.compact is not None:
         return _computed(kind.compact, statistics, heads, options)
     rows = [target_of(_computed(kind.dense, statistics, HeadSet([head]), options)) for head in heads]
-    return Target(*(torch.cat(column) for column in zip(*rows, strict=True)))
+    return Target(*map(torch.cat, zip(*rows, strict=True)))
 
 
 def exact_pattern(
     statistics: AttentionStatistics, heads: Iterable[Head], name: str, **options: Any
 ) -> CompactPattern | None:
-    """Return the patterns of `heads` where this kind needs no fit, None where it does; options as for `target`."""
+    """Return the patterns of `heads` where this kind needs no fit, None where it does; takes options as `target`."""
     options, exact = check_options(name, options), TARGETS[name].exact
     return None if exact is None else _computed(exact, statistics, HeadSet(heads), options)
 
@@ -78,7 +77,7 @@ def dense_pattern(
     dtype: torch.dtype = torch.float32,
     **options: Any,
 ) -> DensePattern:
-    """Return the patterns of `heads`, in order, entry by entry, rounded to `dtype`; options as for `target`."""
+    """Return the patterns of `heads`, in order, entry by entry, rounded to `dtype`; takes options as `target`."""
     options, dense = check_options(name, options), TARGETS[name].dense
     # Head by head: the computation takes several times a pattern's own memory.
     rows = [_computed(dense, statistics, HeadSet([head]), options).to(dtype) for head in HeadSet(heads)]
@@ -88,7 +87,7 @@ def dense_pattern(
 def _computed(
     function: Callable[..., Any], statistics: AttentionStatistics, heads: HeadSet, options: dict[str, Any]
 ) -> Any:
-    """Call a function of a pattern with the collected tensors that it reads."""
+    """Call one function of a `TargetKind` with the collected tensors that it reads."""
     collected = {name: statistics.take(name, heads) for name in required_keywords(function)}
     return function(statistics, heads, **collected, **options)
 
@@ -105,7 +104,7 @@ def target_of(weights: Tensor) -> Target:
         floored /= floored.sum(-1, keepdim=True)  # Eq. (S.3)
         by_distance = floored.new_zeros(length).index_add_(0, distance, floored[causal])
         rows.append((floored.sum(0), by_distance, -torch.xlogy(floored, floored).sum() / length))  # Eq. (S.4)
-    return Target(*(torch.stack(column) for column in zip(*rows, strict=True)))
+    return Target(*map(torch.stack, zip(*rows, strict=True)))
 
 
 def check_options(name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -142,16 +141,12 @@ def gaussian(
     return torch.stack(drawn)
 
 
-SCALE = 16.0
-"""Factor of the moment estimate of Dirichlet concentrations: the paper's."""
-BOUNDS = (1e-2, 1e6)
-"""Bounds of the concentration: draws of nearly a single key, and draws within about a thousandth of the mean."""
-PARAMETER_FLOOR = 1e-6
-"""Smallest parameter in numerical sampling: the paper's."""
+# The paper's factor of estimated Dirichlet concentrations, their bounds, and the smallest parameter of a draw. Draws at
+# the bounds are nearly a single key, and within about a thousandth of the mean.
+SCALE, BOUNDS, PARAMETER_FLOOR = 16.0, (1e-2, 1e6), 1e-6
 # A row with no more spread over keys, or summed variance over sequences, than this is its mean: in float32 its
-# concentration would be a quotient of rounding errors.
-NEAR_DETERMINISTIC = 1e-6
-NEAR_CONSTANT = 1e-15  # a sum of squares of rounding errors, 3e-8 each; chosen, not measured
+# concentration would be a quotient of rounding errors (squares of 3e-8 each; round numbers, not measured).
+NEAR_DETERMINISTIC, NEAR_CONSTANT = 1e-6, 1e-15
 
 
 def dirichlet(
