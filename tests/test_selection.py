@@ -94,7 +94,6 @@ def test_choosing_in_batches_is_choosing_one_by_one(seed, total, cap):
         (SCORES, {"rate": 1.0}, SelectionError, "6 heads must be chosen, and 5 of 6"),
         (SCORES, {}, InputError, "either rate or count"),
         (SCORES, {"count": -1}, InputError, "count must be at least 0, got -1"),
-        (SCORES, {"count": 1, "match": [(0, 0)]}, InputError, "either rate or count"),
         (SCORES, {"match": [(0, 0)], "max_per_layer": 2}, InputError, "match sets the number"),
         (SCORES, {"match": [(0, 0), (0, 1), (0, 2)]}, SelectionError, "2 of 6"),
         (SCORES[0], {"count": 1}, InputError, "must be"),
@@ -120,7 +119,6 @@ def test_head_sets_and_layouts():
     assert layout.slots == (0, 2, 3, 5, 1, 4)
     assert layout.kv_head == (0, 1, 1, 2, 0, 2)
     assert HeadLayout(4, 4, frozen=(0,)).kv_head == (0, 1, 2, 3)
-    with pytest.raises(InputError, match="must ascend"):
-        HeadLayout(4, 4, frozen=(2, 1))
-    with pytest.raises(InputError, match=r"ascend within \[0, 4\)"):
-        HeadLayout(4, 4, frozen=(4,))
+    for wrong in ((2, 1), (4,)):
+        with pytest.raises(InputError, match=r"must ascend within \[0, 4\)"):
+            HeadLayout(4, 4, frozen=wrong)

@@ -38,31 +38,22 @@ def make_logits(count: int = 6, length: int = 20, *, spread: float = 1.5, seed: 
 def make_statistics(logits: torch.Tensor) -> AttentionStatistics:
     """Statistics of the three heads, with all that a pattern may read."""
     count, length = logits.shape[1], logits.shape[-1]
-
-    def variance(values: torch.Tensor) -> torch.Tensor:
-        return values.var(1) if count > 1 else torch.zeros_like(values[:, 0])
-
     pattern, finite = logits.softmax(-1), logits.masked_fill(logits == -torch.inf, 0)
     whole = {}
     for name, values in target_of(pattern.mean(1))._asdict().items():
         whole[name] = torch.full((3, 4, *values.shape[1:]), torch.nan, dtype=torch.float64)
         whole[name][[layer for layer, _ in HEADS], [head for _, head in HEADS]] = values
-    return AttentionStatistics(
-        variance=whole["row_entropy"],
-        forward_kl=whole["row_entropy"],
-        **whole,
-        length=length,
-        num_sequences=count,
-        sequences_hash="",
-        collected={
-            "mean": pattern.mean(1),
-            "row_variance": variance(pattern).sum(-1),
-            "logit_mean": finite.mean(1),
-            "logit_variance": variance(finite),
-            **{f"sharp_{key}": each for key, each in target_of(logits.mean(1).softmax(-1))._asdict().items()},
-        },
-        collected_heads=HEADS,
-    )
+    whole |= {"variance": whole["row_entropy"], "forward_kl": whole["row_entropy"]}
+    variance, logit_variance = (values.var(1, correction=min(1, count - 1)) for values in (pattern, finite))
+    collected = {
+        "mean": pattern.mean(1),
+        "row_variance": variance.sum(-1),
+        "logit_mean": finite.mean(1),
+        "logit_variance": logit_variance,
+        **{f"sharp_{key}": each for key, each in target_of(logits.mean(1).softmax(-1))._asdict().items()},
+    }
+    options = {"length": length, "num_sequences": count, "sequences_hash": "", "collected_heads": HEADS}
+    return AttentionStatistics(**whole, **options, collected=collected)
 
 
 def pattern_of(actual: AttentionStatistics, heads: Iterable[Head], name: str, **options) -> torch.Tensor:
@@ -75,13 +66,12 @@ def pattern_of(actual: AttentionStatistics, heads: Iterable[Head], name: str, **
     ("count", "length", "dtype"), [(6, 20, torch.float64), (1, 2, torch.float32), (6, 1, torch.bfloat16)]
 )
 def test_rows_are_causal_and_sum_to_one(name, count, length, dtype):
-    pattern = dense_pattern(make_statistics(make_logits(count, length)), HEADS, name, dtype=dtype)
-    assert pattern.weights.shape == (3, length, length)
-    assert pattern.weights.dtype == dtype
-    assert not pattern.weights.triu(1).any()
+    weights = dense_pattern(make_statistics(make_logits(count, length)), HEADS, name, dtype=dtype).weights
+    assert (weights.shape, weights.dtype) == ((3, length, length), dtype)
+    assert not weights.triu(1).any()
+    assert (weights >= 0).all()
     tolerance = 1e-12 if dtype == torch.float64 else torch.finfo(dtype).eps
-    assert ((pattern.weights.double().sum(-1) - 1).abs() <= tolerance).all()
-    assert (pattern.weights >= 0).all()
+    assert ((weights.double().sum(-1) - 1).abs() <= tolerance).all()
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -100,13 +90,9 @@ def test_collect_for_names_all_that_is_read_and_nothing_else(name, storage):
 @pytest.mark.parametrize("name", SAMPLED)
 def test_a_draw_depends_on_seed_layer_and_head_alone(name):
     actual, state = make_statistics(make_logits()), torch.get_rng_state()
-
-    def draw(heads: Iterable[Head], seed: int) -> torch.Tensor:
-        return pattern_of(actual, heads, name, seed=seed)
-
-    whole, other = draw(HEADS, 5), draw(HEADS, 6)
+    whole, other = (pattern_of(actual, HEADS, name, seed=seed) for seed in (5, 6))
     for number, head in enumerate(HEADS):
-        assert torch.equal(draw([head], 5)[0], whole[number])
+        assert torch.equal(pattern_of(actual, [head], name, seed=5)[0], whole[number])
     assert (other - whole).abs().amax((1, 2)).min() > 1e-3
     assert (whole[0] - whole[1]).abs().max() > 1e-3
     assert torch.equal(torch.get_rng_state(), state)
@@ -136,15 +122,15 @@ def test_zeros_are_floored_and_rows_normalised_before_marginals_are_taken():
 
 def test_wrong_requests_are_refused():
     actual = make_statistics(make_logits())
-    for arguments, options, message in [
-        ((HEADS, "median"), {}, "pattern must be one of .*, got 'median'"),
-        ((HEADS, "gaussian"), {"scale": 2}, "'gaussian' takes seed; got scale"),
-        ((HEADS, "mean"), {"scale": 2}, "'mean' takes no options"),
-        ((HEADS, "dirichlet"), {"scale": 0}, "scale must be above 0"),
+    for name, options, message in [
+        ("median", {}, "pattern must be one of .*, got 'median'"),
+        ("gaussian", {"scale": 2}, "'gaussian' takes seed; got scale"),
+        ("mean", {"scale": 2}, "'mean' takes no options"),
+        ("dirichlet", {"scale": 0}, "scale must be above 0"),
     ]:
         for make in (dense_pattern, target):
             with pytest.raises(InputError, match=message):
-                make(actual, *arguments, **options)
+                make(actual, HEADS, name, **options)
 
 
 # --- the distributions that sampled patterns are drawn from
@@ -178,8 +164,8 @@ def test_dirichlet_rows_have_the_moments_of_eq_18():
     mean, spread = actual.take("mean", [head])[0], actual.take("row_variance", [head])[0]
     strength = concentration(mean, spread)
     for scale in (1.0, 16.0):
-        options = [{"seed": seed, "scale": scale} for seed in range(DRAWS)]
-        drawn = torch.stack([pattern_of(actual, [head], "dirichlet", **each)[0] for each in options])
+        each = (pattern_of(actual, [head], "dirichlet", seed=seed, scale=scale)[0] for seed in range(DRAWS))
+        drawn = torch.stack(list(each))
         for row in range(1, 5):
             rows, m, c = drawn[:, row, : row + 1], mean[row, : row + 1], scale * strength[row]
             covariance = (torch.diag(m) - torch.outer(m, m)) / (c + 1)

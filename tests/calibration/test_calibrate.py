@@ -70,9 +70,9 @@ def test_the_model_is_measured_as_its_own_attention_computes_it():
     expected = [dense_statistics(*layer, kv_head=range(4)) for layer in queries_and_keys(network, ids)]
     actual = calibrate(network, [ids[:2], {"input_ids": ids[2:]}])
     assert (actual.length, actual.num_sequences) == (40, 5)
-    for name in FIELDS:
-        whole = torch.stack([getattr(layer, name) for layer in expected])
-        torch.testing.assert_close(getattr(actual, name), whole, rtol=1e-9, atol=1e-12)
+    for layer, statistics in enumerate(expected):
+        for name, values in statistics._asdict().items():
+            torch.testing.assert_close(getattr(actual, name)[layer], values, rtol=1e-9, atol=1e-12)
 
 
 def test_layers_at_a_time_batches_and_named_heads_change_nothing():
@@ -86,33 +86,28 @@ def test_layers_at_a_time_batches_and_named_heads_change_nothing():
     some = calibrate(network, (batch for batch in [ids]), heads=heads)
     assert HeadSet(some.measured.nonzero().tolist()) == heads
     for name in FIELDS:
-        one, other = getattr(some, name)[some.measured], getattr(whole, name)[some.measured]
-        torch.testing.assert_close(one, other, rtol=1e-10, atol=0)
+        others = torch.where(getattr(some, name).isnan(), torch.nan, getattr(whole, name))
+        torch.testing.assert_close(getattr(some, name), others, rtol=1e-10, atol=0, equal_nan=True)
 
 
-def test_calibration_leaves_no_trace():
+def test_calibration_leaves_no_trace_even_where_it_fails():
     network, ids = model(), tokens()
     network.train()
     network.blocks[1].eval()
     network(ids[:, :-1], ids[:, 1:]).backward()
 
     def state() -> str:
-        digest = hashlib.sha256()
-        for name, parameter in network.named_parameters():
-            digest.update(name.encode() + parameter.detach().numpy().tobytes() + parameter.grad.numpy().tobytes())
-        for module in network.modules():
-            digest.update(bytes([module.training, len(module._forward_hooks), len(module._forward_pre_hooks)]))
-        digest.update(torch.get_rng_state().numpy().tobytes())
-        digest.update(repr((random.getstate(), np.random.get_state(), ids)).encode())
-        return digest.hexdigest()
-
-    before = state()
-    calibrate(network, [ids])
-    assert state() == before
+        numbers = [x for parameter in network.parameters() for x in (parameter.data, parameter.grad)]
+        modules = [(m.training, len(m._forward_hooks), len(m._forward_pre_hooks)) for m in network.modules()]
+        generators = random.getstate(), np.random.get_state(), torch.get_rng_state().tolist()
+        return hashlib.sha256(repr((*(x.tolist() for x in numbers), modules, generators)).encode()).hexdigest()
 
     def fail(*_: object) -> None:
         raise KeyError("in the middle of a forward pass")
 
+    before = state()
+    calibrate(network, [ids])
+    assert state() == before
     handle = network.blocks[2].register_forward_pre_hook(fail)
     with pytest.raises(KeyError):
         calibrate(network, [ids])
@@ -133,8 +128,7 @@ def test_frozen_heads_are_not_measured_and_the_others_see_them():
     install_(network, HeadSet([(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]), fixed)
     actual = calibrate(network, [ids])
     assert actual.measured.tolist() == [[True, False, True, True], [False] * 4, [True] * 4]
-    assert actual.variance[0, 1].isnan()
-    assert torch.isfinite(actual.eta_abs[actual.measured]).all()
+    assert torch.equal(actual.eta_abs.isfinite().all(-1), actual.measured)
 
 
 MASK = torch.arange(40) < torch.tensor([40, 12, 3, 40, 40])[:, None]
@@ -151,9 +145,7 @@ MASK = torch.arange(40) < torch.tensor([40, 12, 3, 40, 40])[:, None]
         (lambda ids: [{"input_ids": ids, "attention_mask": MASK.flip(1)}], "pad on the right"),
         (lambda ids: [{"input_ids": ids, "attention_mask": MASK[:, 1:]}], "shape of input_ids"),
         (lambda ids: [{"input_ids": ids, "position_ids": torch.arange(40)[None] % 20}], "one document each"),
-        (lambda ids: [{"input_ids": ids, "position_ids": torch.arange(3, 43).expand(5, -1)}], "one document each"),
         (lambda ids: [{"input_ids": ids[:1], "cu_seq_lens_q": torch.tensor([0, 20, 40])}], "one document each"),
-        (lambda ids: [{"input_ids": ids[:2], "seq_lengths": [[20, 20], [40]]}], "one document each"),
         (lambda ids: [ids - 1_000], "must lie in"),
         (lambda ids: [ids + 1_000_000], "must lie in"),
     ],

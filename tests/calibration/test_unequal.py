@@ -61,12 +61,11 @@ def test_heads_are_frozen_and_gates_measured_without_the_padding():
     batches = [padded(tokens(), LENGTHS, padding=7)]
     with pytest.raises(InputError, match="rows cannot be collected"):
         calibrate(model(), batches, collect=("rows",))
-    gates = [gate_gradients(model(), each) for each in (batches, [padded(tokens(), LENGTHS, padding=0)])]
-    assert torch.equal(*gates)
+    other = [padded(tokens(), LENGTHS, padding=0)]
+    assert torch.equal(gate_gradients(model(), batches), gate_gradients(model(), other))
     report = freeze_(model(torch.float32), iter(batches), FreezeConfig(rate=0.25, max_fit_kl=10.0))
     assert report.to_dict()["lengths"] == sorted(LENGTHS, reverse=True)
-    assert report.patterns.length == 40
-    assert len(report.heads) == 3
+    assert (report.patterns.length, len(report.heads)) == (40, 3)
 
 
 def test_batches_are_sorted_longest_first_with_their_targets_and_read_again():

@@ -27,11 +27,8 @@ CASES = {
     "floor-by-blocks": {"count": 2, "length": 129, "dim": 16, "floor": 1e-3},
 }
 COMPILED = [
-    (torch.bfloat16, 64, 227),
-    (torch.bfloat16, 96, 227),
-    (torch.bfloat16, 256, 99),
-    (torch.float32, 64, 227),
-    (torch.float32, 256, 99),
+    *((torch.bfloat16, dim, shared) for dim, shared in ((64, 227), (96, 227), (256, 99))),
+    *((torch.float32, dim, shared) for dim, shared in ((64, 227), (256, 99))),
 ]
 """Channels, and KiB of shared memory that a program may have."""
 
@@ -53,9 +50,7 @@ def far_operands(count, length, dim):
     with tempfile.TemporaryFile() as file:
         file.truncate((count + 2) * FAR * 2)
         memory = torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.float16)
-    views = []
-    for offset in (0, dim):
-        views.append(memory[offset:].as_strided((count, 2, length, dim), (FAR, FAR, 2 * dim + 8, 1)))
+    views = [memory[at:].as_strided((count, 2, length, dim), (FAR, FAR, 2 * dim + 8, 1)) for at in (0, dim)]
     # Sequence n of head h lies where sequence n + 1 of head h - 1 does.
     for at in range(count + 1):
         values = 2**0.5 * torch.randn(length, 2 * dim, generator=generator)
@@ -80,14 +75,11 @@ def interpreted(case: dict) -> dict:
         exact = oracle.dense_statistics(query, key, kv_head=kv_head)
     finally:
         kernels.FLOOR = oracle.FLOOR = usual
-    errors = {}
+    errors = {"largest_score": torch.stack([run.variance, run.forward_kl]).abs().max().item()}
     for name, actual, expected in zip(exact._fields, run, exact, strict=True):
-        assert actual.shape == expected.shape
-        assert actual.dtype == torch.float64
-        scale = expected.abs().max().clamp(min=1e-30)
-        error = ((actual - expected).abs().max() / scale).item()
-        errors[name] = error if error == error else 1e30
-    return errors | {"largest_score": max(run.variance.abs().max().item(), run.forward_kl.abs().max().item())}
+        assert (actual.shape, actual.dtype) == (expected.shape, torch.float64)
+        errors[name] = ((actual - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).nan_to_num(1e30).item()
+    return errors
 
 
 def poisoned() -> dict:
@@ -97,9 +89,7 @@ def poisoned() -> dict:
     query, key = operands(2, 37, 16)
     query[1, 0, 20, 3] = torch.nan
     actual = measure_by_kernel(query, key, kv_head=[1, 1], config=TileConfig(block_m=32, block_k=16))
-    return {
-        name: [bool(head.isnan().any()) for head in values] for name, values in zip(actual._fields, actual, strict=True)
-    }
+    return {name: [bool(head.isnan().any()) for head in values] for name, values in actual._asdict().items()}
 
 
 def compiled() -> dict:

@@ -16,10 +16,6 @@ def all_terms(log_row, alpha, rho):
     return terms.masked_fill(distance < 0, -torch.inf)
 
 
-def one_row(alpha, rho, row):
-    return (alpha[: row + 1] + rho[: row + 1].flip(0)).logsumexp(0)
-
-
 def normal(*shape, scale=1.0, seed=0):
     return scale * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
@@ -37,42 +33,32 @@ def test_sums_equal_dense_sums(length):
     torch.testing.assert_close(diagonals, by_distance, rtol=0, atol=1e-12)
 
 
-def extreme(name):
-    """`alpha`, `rho` of 4,096 positions that span up to 1,000 nats."""
-    alpha, rho = torch.zeros(4096, dtype=torch.float64), normal(4096, scale=0.1)
-    distance = torch.arange(4096, dtype=torch.float64)
-    if name in ("sink +25", "sink -25"):
-        alpha[0] = float(name[4:])
-    elif name == "small early Z":
-        alpha[:100] = -20
-    elif name == "local":
-        rho = -distance / 4
-    elif name == "rising":
-        rho = distance / 4
-    elif name == "steep":
-        alpha, rho = 5 * distance, -3 * distance
-    return alpha, rho
+POSITION = torch.arange(4096, dtype=torch.float64)
+NOISE = normal(4096, scale=0.1)
+EXTREMES = {
+    "sink +25": (25 * (POSITION == 0), NOISE),
+    "sink -25": (-25 * (POSITION == 0), NOISE),
+    "small early Z": (-20 * (POSITION < 100), NOISE),
+    "local": (0 * POSITION, -POSITION / 4),
+    "rising": (0 * POSITION, POSITION / 4),
+    "steep": (5 * POSITION, -3 * POSITION),
+}
+"""`alpha` and `rho` that span up to 1,000 nats."""
 
 
-@pytest.mark.parametrize("name", ["sink +25", "sink -25", "small early Z", "local", "rising", "steep"])
+@pytest.mark.parametrize("name", EXTREMES)
 def test_extreme_patterns_keep_every_row(name):
-    alpha, rho = extreme(name)
+    alpha, rho = (x.double() for x in EXTREMES[name])
     log_z = log_row_sums(alpha, rho)
     for row in [0, 1, 99, 100, 127, 128, 1000, 2048, 4095]:
-        assert abs(log_z[row] - one_row(alpha, rho, row)) <= 1e-12 * max(1, abs(log_z[row]))
+        expected = (alpha[: row + 1] + rho[: row + 1].flip(0)).logsumexp(0)
+        assert abs(log_z[row] - expected) <= 1e-12 * max(1, abs(log_z[row]))
     # Each row's probabilities sum to one over keys and over distances, so both marginals sum to T.
-    by_key = (log_column_sums(-log_z, rho) + alpha).exp()
-    by_distance = (log_diagonal_sums(-log_z, alpha) + rho).exp()
-    assert abs(by_key.sum() / 4096 - 1) < 1e-9
-    assert abs(by_distance.sum() / 4096 - 1) < 1e-9
+    for marginal in (log_column_sums(-log_z, rho) + alpha, log_diagonal_sums(-log_z, alpha) + rho):
+        assert abs(marginal.exp().sum() / 4096 - 1) < 1e-9
 
 
-@given(
-    length=st.integers(1, 40),
-    block=st.integers(1, 50),
-    scale=st.floats(0, 2000),
-    seed=st.integers(0, 2**31),
-)
+@given(length=st.integers(1, 40), block=st.integers(1, 50), scale=st.floats(0, 2000), seed=st.integers(0, 2**31))
 def test_any_range_any_block(length, block, scale, seed):
     left, right = (normal(2, length, scale=scale, seed=seed + k) for k in range(2))
     sums = log_causal_convolution(left, right, block=block)
