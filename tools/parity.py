@@ -3,16 +3,16 @@
 It computes on CUDA where there is a device, and on the CPU with `--device cpu`; hashes of two kinds of device differ.
 It hashes a training run of fixed seed across a freezing event and cases of the operators, the calibration, the fit and
 models of transformers. It calls public names and commands alone, so that it runs at commits whose insides differ. On a
-CPU one thread is used: sums then have one order. Kernels with atomic additions (attention's backward pass on CUDA) are
-left out by SDPA's `math` kernel.
+CPU one thread is used: sums then have one order. SDPA's `math` kernel has no atomic additions.
 """
 
 import argparse
+import contextlib
 import hashlib
+import io
 import itertools
 import json
 import os
-import runpy
 import shutil
 import subprocess
 import sys
@@ -23,18 +23,15 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import numpy as np
 import torch
 from torch import Tensor
 
 import saf
-from saf.data import TokenData
+from saf.cli import main as main_of_saf
 
 ROOT = Path(__file__).resolve().parents[1]
 LENGTH = 160
-PARTITIONS = ("train", "calibration", "controller", "report")
 VOCABULARY = 512
-COMMAND = "--saf"
 SIZES = {"num_layers": 3, "vocab_size": 256, "max_length": LENGTH}
 
 
@@ -51,30 +48,17 @@ def digest(*parts: object) -> str:
     return hasher.hexdigest()[:16]
 
 
-def fixed_tokens(partition: str) -> np.ndarray:
-    """Draw a partition's token ids, int64 [40,960], by Zipf's law with repeated spans; no file plays a part."""
-    generator = np.random.Generator(np.random.Philox(PARTITIONS.index(partition)))
-    span = (1 / (1 + generator.random((320, 96)) * (VOCABULARY - 1)) * VOCABULARY).astype(np.int64) - 1
-    return np.concatenate([span, span[:, :32]], axis=1).reshape(-1)
-
-
-def run_command(*words: str) -> int:
-    """Run one `saf` command in this process, every data folder it opens holding the fixed tokens."""
-    TokenData.tokens = lambda self, partition: fixed_tokens(partition)
-    sys.argv = ["saf", *words]
-    runpy.run_module("saf", run_name="__main__")
-    return 0
-
-
 def command(*words: str) -> None:
-    """Run one `saf` command in a process of its own; exit with its output when it fails."""
-    done = subprocess.run([sys.executable, __file__, COMMAND, *words], cwd=ROOT, capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"{done.stdout}{done.stderr}\nsaf {' '.join(words)} failed")
+    """Run one `saf` command; exit with its output when it fails."""
+    shown = io.StringIO()
+    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+        code = main_of_saf(words)
+    if code:
+        sys.exit(f"{shown.getvalue()}\nsaf {' '.join(words)} failed")
 
 
 def prepare(root: Path) -> Path:
-    """Prepare a data folder from any text; training reads `fixed_tokens` in its place."""
+    """Prepare a data folder of invented words."""
     text, out = root / "text.jsonl", root / "data"
     lines = (" ".join(f"{(7 * line * word) % 997:x}" for word in range(1, 200)) for line in range(1, 400))
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
@@ -116,7 +100,7 @@ def run_digest(folder: Path) -> str:
 
 
 def numbers(model: "saf.GPT") -> dict[str, Tensor]:
-    """Return the state dict without what only tells which heads are frozen."""
+    """Return the state dict without the record of which heads are frozen."""
     return {name: tensor for name, tensor in model.state_dict().items() if not name.endswith("frozen_layout")}
 
 
@@ -215,10 +199,7 @@ def models(device: str) -> Iterator[tuple[str, str]]:
 
 
 def hashes_at(commit: str, device: str) -> dict[str, str]:
-    """Return the hashes of a commit of this repository, by this file in a work tree of its own.
-
-    Exits with what the other process told where it failed.
-    """
+    """Return the hashes of a commit of this repository, by this file in a work tree of its own."""
     with tempfile.TemporaryDirectory() as folder:
         tree, out = Path(folder, "tree"), Path(folder, "hashes.json")
         git = ("git", "-C", str(ROOT), "worktree")
@@ -232,16 +213,14 @@ def hashes_at(commit: str, device: str) -> dict[str, str]:
                 words, cwd=tree, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
             )
             if done.returncode:
-                sys.exit(f"{done.stdout}{done.stderr}\nno hashes of {commit}: its run failed as told above")
+                sys.exit(f"{done.stdout}{done.stderr}\nno hashes of {commit}: its run failed")
         finally:
             subprocess.run([*git, "remove", "--force", str(tree)], check=True)
         return json.loads(out.read_text())
 
 
 def main() -> int:
-    """Print a line a case, write them where asked, and return 1 when a hash differs from the other commit's."""
-    if sys.argv[1:2] == [COMMAND]:
-        return run_command(*sys.argv[2:])
+    """Print a line a case, and return 1 when a hash differs from the other commit's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: cuda, else cpu")
     parser.add_argument("--out", type=Path, help="write the hashes to this JSON file")

@@ -29,19 +29,13 @@ def patterns(count: int, length: int):
 
 
 @pytest.fixture(scope="module")
-def weights() -> dict[str, torch.Tensor]:
-    """Of the ordinary model that was frozen."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def gpt(tmp_path_factory, weights) -> Path:
-    model = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=64))
-    weights |= {name: value.clone() for name, value in model.state_dict().items()}
+def gpt(tmp_path_factory) -> Path:
+    """A saved model with frozen heads; its weights from before freezing are in `ordinary`."""
+    model, folder = saf.GPT(saf.preset("tiny", vocab_size=64, max_length=64)), tmp_path_factory.mktemp("gpt")
+    saf.save(model, folder / "ordinary")
     saf.install_(model, HEADS, patterns(3, 64))
-    folder = tmp_path_factory.mktemp("gpt")
-    saf.save(model, folder)
-    return folder
+    saf.save(model, folder / "frozen")
+    return folder / "frozen"
 
 
 @pytest.fixture(scope="module")
@@ -80,14 +74,8 @@ def test_prefill():
 
 
 def test_op():
-    record = run(
-        "op",
-        "tiny",
-        points=("64x2",),
-        rates=(0.25, 0.5),
-        backends=("toeplitz", "linear"),
-        **TOY | {"others": ("math",)},
-    )
+    settings = {"points": ("64x2",), "rates": (0.25, 0.5), "backends": ("toeplitz", "linear")}
+    record = run("op", "tiny", **settings, **TOY | {"others": ("math",)})
     rows = [row for row in record["rows"] if row["variant"] == "both call"]
     assert [(row["part"], row["alone"], row["role"], row["heads"]) for row in rows] == [
         ("frozen", 1, "control", 0), ("frozen", 1, "frozen", 1), ("frozen", 1, "frozen", 1),
@@ -137,14 +125,11 @@ def test_a_folder_of_transformers_has_its_own_heads(hf, kind):
         assert sizes[1] < sizes[0], "a group that is wholly frozen keeps no keys"
 
 
-def test_the_baseline_of_a_folder_has_the_weights_from_before_freezing(gpt, weights):
-    plan = ModelPlan(model=str(gpt), length=16, device=CPU)
-    ordinary, frozen = (plan.build(arm) for arm in (Arm("auto"), Arm("auto", "toeplitz", 3 / 16)))
-    for name, value in ordinary.state_dict().items():
-        assert torch.equal(value, weights[name]), name
-    opened = saf.load(gpt)
-    tokens = torch.randint(64, (1, 16))
-    torch.testing.assert_close(frozen.eval()(tokens), opened.eval()(tokens), rtol=0, atol=0)
+def test_the_baseline_of_a_folder_has_the_weights_from_before_freezing(gpt):
+    plan, tokens = ModelPlan(model=str(gpt), length=16, device=CPU), torch.randint(64, (1, 16))
+    for arm, folder in ((Arm("auto"), gpt.parent / "ordinary"), (Arm("auto", "toeplitz", 3 / 16), gpt)):
+        model, saved = plan.build(arm).eval(), saf.load(folder).eval()
+        torch.testing.assert_close(model(tokens), saved(tokens), rtol=0, atol=0)
 
 
 def test_a_pruned_folder_is_compared_with_what_it_was(tmp_path):
@@ -191,10 +176,9 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
 
 @pytest.mark.parametrize(("kind", "changes", "error", "words"), REFUSALS, ids=lambda value: str(value)[:40])
 def test_what_is_refused_before_anything_is_written(kind, changes, error, words, gpt, tmp_path):
-    usual = {"model": "tiny", "points": ("16x1",), **TOY, **changes}
-    if usual["model"] == ORDINARY:
-        saf.save(saf.GPT(saf.preset("tiny", vocab_size=64, max_length=64)), tmp_path / "ordinary")
-    usual["model"] = {FOLDER: str(gpt), ORDINARY: str(tmp_path / "ordinary")}.get(usual["model"], usual["model"])
+    settings = {"model": "tiny", "points": ("16x1",), **TOY, **changes}
+    folders = {FOLDER: str(gpt), ORDINARY: str(gpt.parent / "ordinary")}
+    settings["model"] = folders.get(settings["model"], settings["model"])
     with pytest.raises(error, match=words):
-        bench.measure(bench.KINDS[kind](**usual), out=tmp_path / "bench.json")
+        bench.measure(bench.KINDS[kind](**settings), out=tmp_path / "bench.json")
     assert not (tmp_path / "bench.json").exists()

@@ -28,27 +28,21 @@ def test_every_error_of_the_papers_case_is_within_its_limit(capsys):
     assert accuracy.main(words.split()) == 0, capsys.readouterr().err
 
 
-@pytest.fixture(scope="module")
-def frozen_record(tmp_path_factory):
-    out = tmp_path_factory.mktemp("bench") / "freezing.json"
+def test_freezing_is_timed_stage_by_stage(tmp_path):
     settings = freezing.Freezing(model="tiny", points=("48x4",), rates=(0.25, 0.5), repeats=3, device="cpu")
-    record = freezing.measure(settings, out=out)
-    assert read_json(out) == record
-    return record
-
-
-def test_freezing_is_timed_stage_by_stage(frozen_record):
-    assert frozen_record["left_out"] == []
-    parts = [(row["part"], row.get("rate"), row.get("heads")) for row in frozen_record["rows"]]
+    record = freezing.measure(settings, out=tmp_path / "freezing.json")
+    assert read_json(tmp_path / "freezing.json") == record
+    assert record["left_out"] == []
+    parts = [(row["part"], row["rate"], row["heads"]) for row in record["rows"]]
     assert parts == [("intervention", 0.25, 4), ("intervention", 0.5, 8)]
-    for row in frozen_record["rows"]:
+    for row in record["rows"]:
         assert list(row["stages"]) == ["capture", "statistics", "score", "select", "fit", "install", "other"]
         assert row["seconds"] == median(row["spread"]["all"])
         for number, whole in enumerate(row["spread"]["all"]):
             assert sum(stage["all"][number] for stage in row["stages"].values()) == pytest.approx(whole)
 
 
-def test_attention_layers_run_on_what_the_first_is_given():
+def test_attention_layers_run_on_the_inputs_of_the_first():
     model = GPT(saf.preset("tiny", vocab_size=40, max_length=32)).eval()
     tokens = torch.randint(40, (2, 16))
     layers = attention.AttentionLayers(model, tokens)
@@ -126,10 +120,8 @@ def test_orders_are_those_of_finetuning(examples):
     own = FinetuneSettings(test=examples["test"], tokenizer=examples["tokenizer"])
     config = TrainConfig(data=examples["data"], out="none", task="jsonl", finetuning=own, batch_size=4, seed=6)
     expected = TASKS["jsonl"](config, length=64).training(0, torch.device("cpu"))
-    for inputs, targets in finetuning_of(examples).batches["jsonl order-6"]:
-        found = next(expected)
-        assert inputs.equal(found[0])
-        assert targets.equal(found[1])
+    for batch in finetuning_of(examples).batches["jsonl order-6"]:
+        assert all(map(torch.equal, batch, next(expected)))
 
 
 def test_what_an_event_costs_is_beyond_the_updates_that_follow(monkeypatch):

@@ -1,4 +1,4 @@
-"""evaluate, compare, report, inspect and freeze on two real, tiny runs."""
+"""evaluate, compare, report and freeze on two real, tiny runs."""
 
 import shutil
 from dataclasses import replace
@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from saf.cli.pretrain import result_table
-from saf.data import TokenData, check_separate, prepare
+from saf.data import prepare
 from saf.errors import DataError, InputError
 from saf.opening import ModelFolder, find_model
 from saf.records.files import read_json, write_json
@@ -27,24 +27,22 @@ def test_evaluate_repeats_what_the_run_recorded(saf_json, arms, tmp_path):
 
 def test_other_text_is_measured_as_a_file_or_prepared_whole(saf, saf_json, arms, text_data, tmp_path):
     (tmp_path / "other.txt").write_text("A head looks back at every token before it, and mixes values. " * 40)
-    saf_json("data", "prepare", tmp_path / "other.txt", "--tokenizer", text_data, "--report-only",
-             "--out", tmp_path / "other")  # fmt: skip
+    words = ("data", "prepare", tmp_path / "other.txt", "--tokenizer", text_data, "--report-only")
+    saf_json(*words, "--out", tmp_path / "other")
     words = ("evaluate", arms[0], "--device", "cpu", "--data")
     text, folder = (saf_json(*words, tmp_path / name) for name in ("other.txt", "other"))
-    assert text["windows_hash"] == folder["windows_hash"]
-    assert text["loss"] == folder["loss"]
+    assert (text["windows_hash"], text["loss"]) == (folder["windows_hash"], folder["loss"])
     code, _, err = saf("freeze", arms[0], "--data", tmp_path / "other.txt", "--rate", 0.2, "--out", tmp_path / "x")
     assert (code, "must be a folder by `saf data prepare`" in err) == (2, True)
 
 
-def test_evaluate_writes_only_into_a_folder_of_its_own(saf, arms, text_data, tmp_path):
+def test_evaluate_writes_only_into_a_folder_of_its_own(saf, arms, tmp_path):
     (tmp_path / "file").write_text("x")
-    for out, word in ((arms[0], "did not write"), (text_data, "did not write"), (tmp_path / "file", "is a file")):
+    for out, word in ((arms[0], "did not write"), (tmp_path / "file", "is a file")):
         before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
         code, _, err = saf("evaluate", arms[0] / "checkpoints" / "step-12", "--out", out, "--limit", 1)
         assert (code, word in err) == (2, True)
         assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
-    assert saf("evaluate", arms[0], "--out", tmp_path / "own", "--limit", 1, "--device", "cpu")[0] == 0
 
 
 def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, text_data, tmp_path):
@@ -64,37 +62,31 @@ def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, t
     finetuned = ModelFolder(opened.folder, replace(opened.checkpoint, state=state | {"settings": settings}))
     with pytest.raises(InputError, match="was trained on boolq, which is no held-out text; give --data"):
         finetuned.data(None)
-    del state["tokenizer"]
-    with pytest.raises(DataError, match="must have the tokenizer"):
-        source.data(tmp_path / "same")
-    assert source.data(text_data).fingerprint == state["data_fingerprint"]
 
 
-def test_compare_writes_what_it_tells(saf, saf_json, arms, tmp_path):
+def test_compare_writes_what_it_prints(saf, saf_json, arms, tmp_path):
     printed = saf_json("compare", *arms, "--out", tmp_path)
     assert printed == read_json(tmp_path / "compare.json")
-    assert printed["heads"] == 2
-    assert printed["differences"] == []
+    assert (printed["heads"], printed["differences"], printed["timed_updates"]) == (2, [], [16, 24])
     assert printed["ci95"][0] <= printed["delta_ppl_percent"] <= printed["ci95"][1]
-    assert printed["timed_updates"] == [16, 24]
     code, out, _ = saf("compare", *arms, "--out", tmp_path)
     assert code == 0
     assert out.startswith(f"Cost: perplexity {signed(printed['delta_ppl_percent'])} (95% interval ")
     assert "gains no time: at 32 tokens" in out
     assert max(map(len, out.splitlines())) <= 80
+    page = saf_json("report", *arms, "--out", tmp_path / "page.html")
+    assert page == {"report": str(tmp_path / "page.html"), "bytes": (tmp_path / "page.html").stat().st_size}
 
 
 def test_compare_refuses_arms_in_the_wrong_order_and_lists_differences(saf, saf_json, arms, tmp_path):
     code, _, err = saf("compare", arms[1], arms[0], "--out", tmp_path)
-    assert code == 2
-    assert "froze or pruned no heads" in err
+    assert (code, "froze or pruned no heads" in err) == (2, True)
     other = shutil.copytree(arms[1], tmp_path / "other")
     config = read_json(other / "config.json")
     config["train"]["seed"] = 5
     write_json(other / "config.json", config)
     code, _, err = saf("compare", arms[0], other)
-    assert code == 2
-    assert "train.seed: 1337 in the ordinary arm, 5 in the frozen arm" in err
+    assert (code, "train.seed: 1337 in the ordinary arm, 5 in the frozen arm" in err) == (2, True)
     assert not (other / "compare.json").exists()
     assert len(saf_json("compare", arms[0], other, "--allow-differences")["differences"]) == 1
     assert (other / "compare.json").exists()
@@ -107,14 +99,6 @@ def test_a_run_of_several_events_says_whose_losses_it_shows(arms, tmp_path):
     write_json(run / "result.json", result)
     losses = dict(result_table(RecordedRun.open(run)).rows)["controller loss"]
     assert losses == "5.0000 before the first, 4.0000 after the last; +0.2500 by the events themselves"
-
-
-def test_report_writes_the_page(saf_json, arms, tmp_path):
-    printed = saf_json("report", *arms, "--out", tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert printed["report"] == str(tmp_path / "page.html")
-    assert printed["bytes"] == len(page.encode())
-    assert "<h1>2 frozen of 8 attention heads: perplexity" in page
 
 
 def test_a_frozen_checkpoint_evaluates_continues_and_compares(saf, saf_json, arms, tmp_path):
@@ -136,10 +120,8 @@ def test_freeze_refuses_calibration_text_that_the_run_is_reported_on(saf, arms, 
     text, tokenizer = [str(text_data.parent / "text")], str(text_data / "tokenizer.json")
     prepare(text, tmp_path / "other", tokenizer=tokenizer, heldout_fraction=0.3, seed=2, progress=False)
     code, _, err = saf("freeze", arms[0], "--out", tmp_path / "out", "--sequences", 4, "--data", tmp_path / "other")
-    assert code == 2
+    assert (code, (tmp_path / "out").exists()) == (2, False)
     assert "(calibration) must have no document of the report partition" in err
-    assert not (tmp_path / "out").exists()
-    check_separate(TokenData.open(text_data), "calibration", TokenData.open(text_data))
 
 
 def test_a_length_that_was_named_is_repeated_in_the_result_and_not_warned_of(saf, arms, tmp_path):
@@ -151,8 +133,7 @@ def test_a_length_that_was_named_is_repeated_in_the_result_and_not_warned_of(saf
 def test_a_checkpoint_without_its_optimiser_evaluates_but_does_not_freeze(saf, arms, tmp_path):
     checkpoint = shutil.copytree(arms[0] / "checkpoints" / "step-24", tmp_path / "step-24")
     (checkpoint / "optimizer.safetensors").unlink()
-    code, _, err = saf("evaluate", checkpoint, "--limit", 1, "--device", "cpu")
-    assert code == 0, err
+    assert saf("evaluate", checkpoint, "--limit", 1, "--device", "cpu")[0] == 0
     for words in (("inspect", checkpoint), ("freeze", checkpoint, "--out", tmp_path / "frozen", "--rate", 0.5)):
         code, _, err = saf(*words)
         assert (code, "optimizer.safetensors is missing" in err) == (2, True)

@@ -27,7 +27,9 @@ def test_update_prints_a_table_and_writes_its_record(tmp_path, capsys):
 def test_a_refused_measurement_shows_no_ratio(tmp_path, capsys):
     with pytest.raises(UnsupportedError, match="more --pairs, or accept more with --tolerance"):
         run("op", "--out", tmp_path / "op.json", "--model", "tiny", "--points", "32x1", "--tolerance", "1e-9")
-    assert "whole layer, forward" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "whole layer, forward" in out
+    assert max(len(line) for line in out.splitlines() if line.startswith("│")) <= 80
 
 
 def test_nothing_measured_is_an_error(tmp_path):

@@ -35,11 +35,11 @@ def base(tmp_path_factory):
     return root
 
 
-def test_a_destroyed_model_is_refused_and_kept_where_it_is_accepted(base, saf, saf_json, tmp_path):
+def test_a_destroyed_model_is_refused_unless_it_is_accepted(base, saf, saf_json, tmp_path):
     words = ("freeze", base / "model", "--data", base / "text.txt", "--rate", 1, *WORDS)
-    code, out, told = saf(*words, "--out", tmp_path / "out")
+    code, out, err = saf(*words, "--out", tmp_path / "out")
     assert (code, out, (tmp_path / "out").exists()) == (2, "", False)
-    assert all(word in told for word in ("must rise by at most 5%", "costs most", "--accept-loss"))
+    assert all(word in err for word in ("must rise by at most 5%", "costs most", "--accept-loss"))
     result = saf_json(*words, "--accept-loss", "--out", tmp_path / "out")
     assert result["loss_after"] > result["loss_before"] + 0.05
     layer, rise = result["worst_layer"]
@@ -53,8 +53,8 @@ def test_a_healed_model_is_reported_beside_the_ordinary_one_trained_alike(base, 
     AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_bytes((base / "model" / "tokenizer.json").read_bytes())
     words = ("freeze", tmp_path / "model", "--data", base / "text.txt", "--rate", 0.5, *WORDS, "--heal", 320)
-    code, _, told = saf(*words, "--out", tmp_path / "none")
-    assert (code, "trained alike" in told, (tmp_path / "none").exists()) == (2, True, False)
+    code, _, err = saf(*words, "--out", tmp_path / "none")
+    assert (code, "trained alike" in err, (tmp_path / "none").exists()) == (2, True, False)
     result = saf_json(*words, "--accept-loss", "--out", tmp_path / "out")
     healing = result["healing"]
     assert healing["tokens"] == 20 * 15  # windows of plain text have 16 tokens, of which 15 are targets
@@ -63,9 +63,8 @@ def test_a_healed_model_is_reported_beside_the_ordinary_one_trained_alike(base, 
     assert healing["loss_twin"] != healing["loss_ordinary"]
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
     assert "trained alike (perplexity +" in (tmp_path / "out" / "README.md").read_text()
-    count = (len(train_bpe([TEXT], vocab_size=300).encode(TEXT)) + 1) // 16
-    code, _, told = saf(*words, "--sequences", count - 1, "--out", tmp_path / "none")
-    assert (code, "needs more text" in told) == (2, True)
+    windows = (len(train_bpe([TEXT], vocab_size=300).encode(TEXT)) + 1) // 16
+    assert "needs more text" in saf(*words, "--sequences", windows - 1, "--out", tmp_path / "none")[2]
 
 
 def test_the_loss_of_plain_text_is_that_of_a_window_that_did_not_calibrate(base, saf, saf_json, tmp_path):
@@ -79,11 +78,11 @@ def test_the_loss_of_plain_text_is_that_of_a_window_that_did_not_calibrate(base,
         logits = frozen(windows, use_cache=False).logits[:, :-1].double()
     losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none").mean(1)
     assert float((losses - result["loss_after"]).abs().min()) < 1e-5
-    code, _, told = saf(*words, count, "--out", tmp_path / "none")
-    assert (code, f"pass --sequences {count - 1}, a smaller --length" in told) == (2, True)
+    code, _, err = saf(*words, count, "--out", tmp_path / "none")
+    assert (code, f"pass --sequences {count - 1}, a smaller --length" in err) == (2, True)
 
 
-def test_a_budget_is_kept_or_nothing_is_written(base, saf, saf_json, tmp_path):
+def test_heads_stay_within_the_budget_or_nothing_is_written(base, saf, saf_json, tmp_path):
     (tmp_path / "short.txt").write_text("The quick brown fox.")
     words = ("freeze", base / "model", *WORDS, "--rate", 1, "--heldout-sequences", 4)
     text = ("--data", base / "text.txt")
@@ -92,23 +91,19 @@ def test_a_budget_is_kept_or_nothing_is_written(base, saf, saf_json, tmp_path):
     assert result["joint_cost"]["rise"] <= 0.0954
     layer, head, _ = max(result["joint_cost"]["alone"], key=lambda each: each[2])
     none = (*text, "--budget", 1e-12, "--only", f"{layer}:{head}")
-    for given, expected in (
-        (none, "raise budget"),
-        (("--data", tmp_path / "short.txt"), "or more text"),
+    for rest, expected in ((none, "raise budget"), (("--data", tmp_path / "short.txt"), "or more text")):
+        code, out, err = saf(*words, *rest, "--out", tmp_path / "none")
+        assert (code, out, expected in err, (tmp_path / "none").exists()) == (2, "", True, False)
+
+
+def test_heads_that_cannot_be_frozen_and_no_head_at_all_are_errors(base, arms, saf, tmp_path):
+    folder, few = (base / "model", "--data", base / "text.txt", "--length", 16), ("--sequences", 4, "--device", "cpu")
+    for words in (
+        (*folder, "--rate", 0),
+        (arms[0], "--count", 0),
+        (*folder, "--max-fit-kl", 1e-12),
+        (*folder, "--heads", "9:1"),
+        (arms[0], "--heads", "9:1"),
     ):
-        code, shown, told = saf(*words, *given, "--out", tmp_path / "none")
-        assert (code, shown, expected in told, (tmp_path / "none").exists()) == (2, "", True, False)
-
-
-def test_no_head_frozen_is_an_error(base, arms, saf, tmp_path):
-    folder = (base / "model", "--data", base / "text.txt", "--length", 16)
-    for where, given in ((folder, ("--rate", 0)), ((arms[0],), ("--count", 0)), (folder, ("--max-fit-kl", 1e-12))):
-        code, out, told = saf("freeze", *where, *given, "--sequences", 4, "--device", "cpu", "--out", tmp_path / "out")
-        assert (code, out, "must " in told, (tmp_path / "out").exists()) == (2, "", True, False)
-
-
-def test_heads_that_cannot_be_frozen_are_refused(base, arms, saf, tmp_path):
-    text, out = ("--data", base / "text.txt"), ("--out", tmp_path / "out")
-    for source in ((arms[0],), (base / "model", *text)):
-        code, _, told = saf("freeze", *source, *WORDS, "--heads", "9:1", *out)
-        assert (code, "heads must exist" in told, (tmp_path / "out").exists()) == (2, True, False)
+        code, out, err = saf("freeze", *words, *few, "--out", tmp_path / "out")
+        assert (code, out, "must " in err, (tmp_path / "out").exists()) == (2, "", True, False)

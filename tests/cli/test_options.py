@@ -33,102 +33,70 @@ def pretrain(*words: str) -> TrainConfig:
     return parse_words(["--data", "d", "--out", "out", *words]).config
 
 
-def test_freeze_takes_them_all():
+def test_commands_take_them_all():
     assert freeze(*WORDS) == CONFIG
-    assert freeze("--storage", "dense_bfloat16") == FreezeConfig(storage="dense_bfloat16")
-
-
-def test_pretrain_takes_them_all():
-    words = [word.replace("--", "--freeze.", 1) for word in WORDS]
-    config = pretrain(*words, "--track-gradients")
-    assert config.freeze == CONFIG
-    assert config.track_gradients
-
-
-def test_a_number_of_heads_instead_of_a_rate():
-    assert freeze("--count", "5") == FreezeConfig(count=5)
+    assert freeze("--storage", "dense_bfloat16", "--budget", "1%") == FreezeConfig(
+        storage="dense_bfloat16", budget=0.01
+    )
+    config = pretrain(*(word.replace("--", "--freeze.", 1) for word in WORDS), "--track-gradients")
+    assert (config.freeze, config.track_gradients) == (CONFIG, True)
     assert pretrain("--freeze.rate", "0.25").freeze == FreezeConfig()
     assert pretrain("--freeze.count", "5").freeze == FreezeConfig(count=5, rate=0.0)
     with pytest.raises(InputError, match="got rate and count"):
         pretrain("--freeze.rate=0.25", "--freeze.count", "5")
+    with pytest.raises(InputError, match="name it with --parent"):
+        parse_finetune([])
 
 
 def test_values_that_cannot_be_used_end_with_exit_code_2(saf, text_data, arms, tmp_path):
     train = ["pretrain", "--data", text_data, "--out", tmp_path / "out", "--device", "cpu", "--length", "32"]
-    event = ["freeze", arms[0], "--out", tmp_path / "out"]
+    event = ["freeze", arms[0], "--out", tmp_path / "out", "--device", "cpu"]
+    few = [*event, "--sequences", 4]
     for words, message in (
         ([*train, "--freeze.rate", "0.25", "--calibration-sequences", 10**6], "--calibration-sequences"),
         ([*event, "--sequences", 10**6], "fewer (--sequences"),
+        ([*event, "--sequences", 1], "must have two different ones, got 1"),
         ([*train, "--length", 10**6], "a window of length"),
         ([*train, "--batch-size", "0"], "--batch-size must be at least 1"),
-        ([*train, "--sampler", "shuffled", "--task", "mqar", "--model", "small"], "model must be one of"),
         ([*train, "--freeze.rate", "2"], "rate"),
         ([*train, "--freeze.rate", "0.25", "--freeze.max-fit-kl", "-1"], "max_fit_kl must be positive, in nats"),
         ([*event, "--score", "varience"], "variance"),
+        ([*few, "--score", "qk_gradient"], "--track-gradients"),
         ([*event, "--fitter-options", "steps"], "pairs of NAME VALUE"),
         ([*event, "--fitter-options", "steps", "200"], "fitter 'proportional' takes"),
+        ([*few, "--count", 9], "count must be at most the 8 live heads of 8, got 9"),
+        ([*few, "--max-fit-kl", 1e-12], "at least 1 of 2 heads must be frozen, and 8 do not fit within"),
     ):
         code, _, err = saf(*words)
-        assert (code, message in " ".join(err.split())) == (2, True), err
+        assert (code, message in " ".join(err.split()), "Warning" in err) == (2, True, False), err
+        assert not (tmp_path / "out").exists()
 
 
 def test_heads_come_from_words_and_files(tmp_path):
     (tmp_path / "pairs.json").write_text("[[2, 1], [0, 3]]")
     (tmp_path / "freeze.json").write_text(json.dumps({"heads": [[1, 2]]}))
     words = ["--freeze.heads", "0:0", str(tmp_path / "pairs.json"), str(tmp_path / "freeze.json")]
-    assert pretrain(*words, "--freeze.max-fit-kl", "1").freeze == FreezeConfig(
-        rate=0.0, heads=((0, 0), (2, 1), (0, 3), (1, 2)), max_fit_kl=1.0
-    )
+    assert pretrain(*words).freeze == FreezeConfig(rate=0.0, heads=((0, 0), (2, 1), (0, 3), (1, 2)))
     (tmp_path / "other.json").write_text("{}")
-    for name in ("run", "undone"):
-        write_json(tmp_path / name / "config.json", {})
-    (tmp_path / "empty").mkdir()
-    (tmp_path / "run" / "events.jsonl").write_text("")
+    write_json(tmp_path / "undone" / "config.json", {})
     append_event(tmp_path / "undone", "freeze", {"heads": [[0, 1]]})
     append_event(tmp_path / "undone", "undo", {"heads": [[0, 1]], "undoes": 1})
     for word, message in (
         ("3", "LAYER:HEAD"),
         ("no.json", "LAYER:HEAD"),
-        (tmp_path / "run", "run must have frozen or pruned heads"),
-        (tmp_path / "run" / "events.jsonl", "events.jsonl must have frozen or pruned heads"),
         (tmp_path / "undone", "undone must have frozen or pruned heads"),
-        (tmp_path / "empty", "empty holds nothing that saf writes; expected a run or a checkpoint"),
         (tmp_path / "other.json", "must list heads"),
     ):
         with pytest.raises(InputError, match=message):
             read_heads([str(word)])
 
 
-def test_a_shortfall_is_a_plain_line_and_a_count_above_the_live_heads_an_error(saf, arms, tmp_path):
-    common = ("--sequences", 4, "--device", "cpu")
-    code, _, err = saf("freeze", arms[0], "--out", tmp_path / "none", "--max-fit-kl", 1e-12, *common)
-    assert code == 2
-    assert "at least 1 of 2 heads must be frozen, and 8 do not fit within max_fit_kl=1e-12 nats" in err
-    assert "Warning" not in err
-    code, _, err = saf("freeze", arms[0], "--out", tmp_path / "many", "--count", 9, *common)
-    assert code == 2
-    assert "count must be at most the 8 live heads of 8, got 9" in err
-    assert not (tmp_path / "many").exists()
-
-
-def test_freezing_a_checkpoint_by_scores_and_lists(saf, saf_json, arms, tmp_path):
+def test_freezing_a_checkpoint_by_scores_and_lists(saf_json, arms, tmp_path):
     checkpoint = arms[0] / "checkpoints" / "step-12"
     common, heldout = ("--device", "cpu", "--sequences", 4, "--max-fit-kl", 10), ("--heldout-sequences", 3)
-    printed = saf_json(
-        "freeze", checkpoint, "--out", tmp_path / "cosine", "--score", "residual_cosine", *common, *heldout
-    )
+    scored = ("freeze", checkpoint, "--out", tmp_path / "cosine", "--score", "residual_cosine", *common, *heldout)
+    printed = saf_json(*scored)
     assert (printed["score_name"], len(printed["heads"])) == ("residual_cosine", 2)
-    named = saf_json(
-        "freeze", checkpoint, "--out", tmp_path / "named", "--heads", tmp_path / "cosine" / "events.jsonl", *common
-    )
+    list_of = tmp_path / "cosine" / "events.jsonl"
+    named = saf_json("freeze", checkpoint, "--out", tmp_path / "named", "--heads", list_of, *common)
     assert named["heads"] == printed["heads"] == read_events(tmp_path / "named")[0].heads
-    code, _, err = saf("freeze", checkpoint, "--out", tmp_path / "gradient", "--score", "qk_gradient", *common)
-    assert code == 2
-    assert "--track-gradients" in err
-    code, _, err = saf("freeze", checkpoint, "--out", tmp_path / "variance", *common, "--sequences", 1)
-    assert (code, "must have two different ones, got 1" in err) == (2, True), err
-
-
-def test_what_finetuning_begins_with_must_be_named():
-    with pytest.raises(InputError, match="name it with --parent"):
-        parse_finetune([])

@@ -55,22 +55,18 @@ def test_a_run_that_goes_on_keeps_its_schedule(text_data, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["--schedule.at", "0.25"], "--schedule has no effect"),
         (["--task", "mqar", "--sampler", "random"], "sampler has an effect on text alone"),
         (["--freeze.max-fit-kl", "1"], "--freeze.max-fit-kl needs --freeze.rate"),
-        (["--rewarm", "3"], "rewarm must be fewer updates than all, and 0 where"),
+        (["--resume"], "holds no run to resume"),
     ],
 )
-def test_flags_that_would_be_without_effect_are_refused(tmp_path, words, told):
-    with pytest.raises(InputError, match=told):
-        parse("--data", "d", "--out", tmp_path, *words)
-
-
-def test_resuming_where_no_run_is_says_so(tmp_path):
-    with pytest.raises(InputError, match="holds no run to resume"):
-        parse("--out", tmp_path / "nowhere", "--resume")
+def test_flags_that_would_be_without_effect_are_refused(tmp_path, words, message):
+    data = [] if words == ["--resume"] else ["--data", "d"]
+    with pytest.raises(InputError, match=message):
+        parse(*data, "--out", tmp_path, *words)
 
 
 def test_two_arms(text_data, tmp_path, capsys):
@@ -85,13 +81,12 @@ def test_two_arms(text_data, tmp_path, capsys):
     table = capsys.readouterr().out
     assert "frozen arm, 4 updates" in table
     assert f"{result['report_perplexity']:.3f}" in table
-    assert ("worse than the unigram" in table) == (result["report_loss"] > result["unigram_entropy"])
     assert "after update 2" in table
     assert len(result["provenance"]["heads"]) == 2
-    again = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--updates", 5, "--quiet")
-    parse("--parent", frozen / "checkpoints" / "step-4", "--out", tmp_path / "again", *again).run()
-    assert re.search(r"heads frozen\W+4 of 8", capsys.readouterr().out)
     assert result["provenance"]["checkpoints"]["parent"] == read_json(parent / "manifest.json")["hash"]
+    again = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--updates", 5, "--quiet")
+    more = parse("--parent", frozen / "checkpoints" / "step-4", "--out", tmp_path / "again", *again).run()
+    assert len(more["provenance"]["heads"]) == 4
 
 
 def test_a_run_as_parent_is_its_newest_checkpoint_when_it_begins_and_when_it_is_resumed(text_data, tmp_path):

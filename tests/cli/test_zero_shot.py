@@ -1,15 +1,20 @@
-"""`saf evaluate --tasks` and `saf compare` of what it wrote: a checkpoint of the project, a folder of transformers."""
+"""`saf evaluate --tasks` and `saf compare` of its folders: a checkpoint of the project, a folder of transformers."""
 
 import pytest
+import tokenizers
+import torch
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'saf[eval]'")
+
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import saf.integrations.transformers  # noqa: F401
 from saf.data.tokenizer import train_bpe
 from saf.heads import HeadSet
+from saf.records.files import read_lines
 from saf.records.table import signed
 from saf.surgery import prune_
-from tests.tasks.zero_shot_files import COUNT, write_tasks
+from tests.tasks.zero_shot_files import COUNT, expected, write_tasks
 from tests.transformers_models import make
 
 TASKS = ("sst2", "arc_easy", "boolq")
@@ -20,23 +25,22 @@ def files(tmp_path_factory):
     return write_tasks(tmp_path_factory.mktemp("tasks"))
 
 
-def test_checkpoints_are_judged_by_perplexity_and_tasks(arms, files, saf, saf_json, tmp_path):
+def test_checkpoints_are_measured_by_perplexity_and_tasks(arms, files, saf, saf_json, tmp_path):
     words = ("--tasks", *TASKS, "--task-data", files, "--limit", 2, "--too-long", "cut", "--device", "cpu")
     for name, run in zip(("ordinary", "frozen"), arms, strict=True):
-        code, out, told = saf("evaluate", run, *words, "--out", tmp_path / name)
-        assert (code, "it/s]" in told) == (0, False)  # lm-eval's own bars
+        code, out, err = saf("evaluate", run, *words, "--out", tmp_path / name)
+        assert (code, "it/s]" in err) == (0, False)  # lm-eval's own bars
         assert "longer than 32 tokens, cut" in " ".join(out.split())
     record = saf_json("compare", tmp_path / "ordinary", tmp_path / "frozen", "--out", tmp_path / "changes")
     assert "delta_ppl_percent" in record
     tasks = record["zero_shot"]["tasks"]
     assert list(tasks) == list(TASKS)
     for task in tasks.values():
-        assert task["questions"] == COUNT
         assert task["gained"] - task["lost"] == pytest.approx(COUNT * task["difference"])
-        assert [sum(taken.values()) for taken in task["taken"]] == [COUNT, COUNT]
+        assert [sum(taken.values()) for taken in task["taken"]] == [task["questions"]] * 2 == [COUNT, COUNT]
     (tmp_path / "frozen" / "zero_shot.json").unlink()
-    code, out, told = saf("compare", tmp_path / "ordinary", tmp_path / "frozen")
-    assert (code, "zero_shot.json is in" in told, "Zero-shot" in out) == (0, True, False)
+    code, out, err = saf("compare", tmp_path / "ordinary", tmp_path / "frozen")
+    assert (code, "zero_shot.json is in" in err, "Zero-shot" in out) == (0, True, False)
 
 
 def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
@@ -45,11 +49,8 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
     model.save_pretrained(tmp_path / "model")
     train_bpe([text], vocab_size=300).save(tmp_path / "model" / "tokenizer.json")
     words = ("--tasks", *TASKS, "--task-data", files, "--questions", 4, "--batch-size", 3)
-    code, _, told = saf("evaluate", tmp_path / "model", *words, "--partition", "train")
-    assert (code, "--partition has no effect without --data" in told) == (2, True)
     first = saf_json("evaluate", tmp_path / "model", *words, "--out", tmp_path / "a")
     assert "perplexity" not in first
-    assert first["zero_shot"]["tasks"]["sst2"]["questions"] == 4
     assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["zero_shot.json", "zero_shot.jsonl"]
     prune_(model, HeadSet([(0, 0), (0, 1)]))
     model.save_pretrained(tmp_path / "pruned")
@@ -63,22 +64,49 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
     for name, length in (("short", 12), ("longer", 14)):
         cut = ("--too-long", "cut", "--length", length, "--out", tmp_path / name)
         assert saf_json("evaluate", tmp_path / "pruned", *words, *cut)["zero_shot"]["longest"] == length
-    assert "differ in longest: 12 in" in saf("compare", tmp_path / "short", tmp_path / "longer")[2]
-    for length, message in ((12, "at most 12 tokens"), (97, "more than the model takes, 96")):
-        assert message in " ".join(saf("evaluate", tmp_path / "pruned", *words, "--length", length)[2].split())
-    hashes = record["provenance"]["checkpoints"]
-    assert hashes["ordinary"] != hashes["frozen"]
     saf_json("report", tmp_path / "pruned", tmp_path / "a", tmp_path / "b", "--out", tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
-    assert f"Mean change {signed(100 * record['mean_difference'], 2, '')} points" in page
-    assert saf("report", tmp_path / "pruned", tmp_path / "b", tmp_path / "a")[0] == 2
-
-
-def test_flags_without_an_effect_are_refused(arms, files, saf, tmp_path):
-    for flags, message in (
-        (("--too-long", "cut"), "has no effect without --tasks"),
-        (("--tasks", "sst2", "sst2", "--limit", 1), "must be named once"),
-        (("--tasks", "sst2", "--task-data", tmp_path, "--limit", 1), "holds no dev.tsv"),
+    assert (
+        f"Mean change {signed(100 * record['mean_difference'], 2, '')} points" in (tmp_path / "page.html").read_text()
+    )
+    pruned = ("evaluate", tmp_path / "pruned", *words)
+    for command, message in (
+        (("report", tmp_path / "pruned", tmp_path / "b", tmp_path / "a"), ""),
+        (("compare", tmp_path / "short", tmp_path / "longer"), "differ in longest: 12 in"),
+        ((*pruned, "--length", 12), "at most 12 tokens"),
+        ((*pruned, "--length", 97), "more than the model takes, 96"),
+        ((*pruned, "--partition", "train"), "--partition has no effect without --data"),
+        (("evaluate", tmp_path / "pruned", "--too-long", "cut"), "has no effect without --tasks"),
+        (("evaluate", tmp_path / "pruned", "--tasks", "sst2", "sst2"), "must be named once"),
+        (("evaluate", tmp_path / "pruned", "--tasks", "sst2", "--task-data", tmp_path), "holds no dev.tsv"),
     ):
-        code, _, told = saf("evaluate", arms[0], *flags)
-        assert (code, message in " ".join(told.split())) == (2, True)
+        code, _, err = saf(*command)
+        assert (code, message in " ".join(err.split())) == (2, True), err
+
+
+@pytest.mark.parametrize("template", ["<s> $A </s>", "$A"])
+def test_tokens_that_a_tokenizer_adds_at_the_end_are_no_part_of_a_choice(template, files, saf_json, tmp_path):
+    """Each choice is one token behind its context; the oracle is the model in float64, one sequence at a time."""
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    merges = [(f"Ġ{word[:n]}", word[n]) for word in ("negative", "positive") for n in range(len(word))]
+    names = ["<s>", "</s>", *letters, *map("".join, merges)]
+    package = tokenizers.Tokenizer(tokenizers.models.BPE({name: at for at, name in enumerate(names)}, merges))
+    package.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    package.decoder = tokenizers.decoders.ByteLevel()
+    package.add_special_tokens(names[:2])
+    own = [(name, names.index(name)) for name in names[:2] if name in template]
+    package.post_processor = tokenizers.processors.TemplateProcessing(single=template, special_tokens=own)
+    make("llama-grouped", vocab_size=len(names), max_position_embeddings=128).save_pretrained(tmp_path / "model")
+    special = {"bos_token": "<s>", "eos_token": "</s>"}
+    PreTrainedTokenizerFast(tokenizer_object=package, **special).save_pretrained(tmp_path / "model")
+    words = ("--tasks", "sst2", "--task-data", files, "--device", "cpu", "--precision", "fp32")
+    saf_json("evaluate", tmp_path / "model", *words, "--out", tmp_path / "out")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64).eval()
+    for n, answer in enumerate(read_lines(tmp_path / "out" / "zero_shot.jsonl")[:COUNT]):
+        context, choices, _ = expected("sst2", n)
+        ids = [0] * template.count("<s>") + package.encode(context, add_special_tokens=False).ids
+        spelled = [package.encode(f" {choice}", add_special_tokens=False).ids for choice in choices]
+        assert [len(tokens) for tokens in spelled] == [1, 1]
+        with torch.no_grad():
+            row = model(torch.tensor([ids])).logits[0, -1].log_softmax(-1)
+        assert answer["log_probs"] == pytest.approx([float(row[token]) for (token,) in spelled], abs=1e-4)
+        assert abs(answer["log_probs"][0] - answer["log_probs"][1]) > 1e-3

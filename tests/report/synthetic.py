@@ -1,7 +1,8 @@
-"""Run folders with invented numbers that follow the layout a training run writes."""
+"""Run folders with invented numbers, in the layout that a training run writes, and a small data folder."""
 
 import hashlib
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,6 @@ from saf.records.files import read_json, write_lines
 from saf.records.result import SCHEMA
 from saf.records.run import append_event
 from saf.tasks.text import write_losses
-
-WINDOWS_HASH = hashlib.sha256(b"windows").hexdigest()
 
 
 @dataclass
@@ -44,66 +43,43 @@ def write_run(
     """Write one run folder and return it."""
     shape = shape or Shape()
     folder.mkdir(parents=True)
-    num_frozen = round(shape.rate * shape.layers * shape.heads)
-    write(folder / "config.json", config(shape, frozen=frozen))
+    model = {"vocab_size": 512, "num_layers": shape.layers, "num_heads": shape.heads, "max_length": shape.length}
+    freeze = {"rate": shape.rate, "score": "variance", "pattern": "mean", "max_fit_kl": 0.2}
+    config = {
+        **{"schema": "saf.run/1", "model": model | {"hidden_size": 64, "position": "rope"}},
+        "train": {"updates": shape.updates, "batch_size": 8, "length": shape.length, "seed": 1337, "lr": 6e-4},
+        **{"freeze": freeze if frozen else None, "data": {"folder": "data/corpus", "fingerprint": "d" * 64}},
+        "parent": None,
+    }
+    write(folder / "config.json", config)
     _write_metrics(folder, shape, cost=cost, speedup=speedup)
-    intervention = _write_freeze(folder, shape, num_frozen) if frozen else None
-    loss = _write_evaluation(folder, shape, cost=cost)
+    intervention = _write_freeze(folder, shape, freeze) if frozen else None
+    loss, heads = _write_evaluation(folder, shape, cost=cost), intervention["heads"] if intervention else []
+    median = 0.5 / speedup
     result = {
-        "schema": SCHEMA,
-        "kind": "run",
-        "settings": {},
-        "arm": "frozen" if frozen else "ordinary",
-        "updates": shape.updates,
-        "tokens": shape.updates * 8 * shape.length,
-        "train_loss": 3.0,
-        "report_loss": loss,
-        "report_perplexity": float(np.exp(loss)),
-        "unigram_entropy": 7.2,
-        "update_seconds": {"median": 0.5 / speedup, "p20": 0.49, "p80": 0.52, "first_update": 41, "last_update": 60},
+        **{"schema": SCHEMA, "kind": "run", "settings": {}, "arm": "frozen" if frozen else "ordinary"},
+        **{"updates": shape.updates, "tokens": shape.updates * 8 * shape.length, "train_loss": 3.0},
+        **{"report_loss": loss, "report_perplexity": math.exp(loss), "unigram_entropy": 7.2},
+        "update_seconds": {"median": median, "p20": 0.49, "p80": 0.52, "first_update": 41, "last_update": 60},
         "peak_memory_bytes": 15_560_000_000 - 500_000_000 * frozen,
-        "time": times(frozen=frozen),
-        "missing": [],
-        "intervention": intervention,
-        "provenance": _provenance(folder, intervention["heads"] if intervention else []),
+        **{"time": _times(frozen=frozen), "missing": [], "intervention": intervention},
+        "provenance": {
+            **{"source_hash": "a" * 64, "config_hash": "b" * 64, "data": {"report": "d" * 64}},
+            **{"checkpoints": {"parent": "c" * 64, "final": f"{len(heads):064}"}, "heads": heads, "seed": 1337},
+            **{"versions": {"torch": "2.13.0", "saf": "0.1.0"}, "device": "cpu", "commit": "0123abc"},
+            **{"command": "saf pretrain --preset tiny", "date": "2026-01-01T00:00:00+00:00"},
+        },
     }
     write(folder / "result.json", result)
     return folder
 
 
-def config(shape: Shape, *, frozen: bool) -> dict[str, Any]:
-    """Return the resolved settings of an invented run."""
-    model = {"vocab_size": 512, "num_layers": shape.layers, "num_heads": shape.heads, "max_length": shape.length}
-    freeze = {"rate": shape.rate, "score": "variance", "pattern": "mean", "max_fit_kl": 0.2}
-    return {
-        "schema": "saf.run/1",
-        "model": model | {"hidden_size": 64, "position": "rope"},
-        "train": {"updates": shape.updates, "batch_size": 8, "length": shape.length, "seed": 1337, "lr": 6e-4},
-        "freeze": freeze if frozen else None,
-        "data": {"folder": "data/corpus", "fingerprint": "d" * 64},
-        "parent": None,
-    }
-
-
-def times(*, frozen: bool) -> dict[str, Any]:
-    """Return what a result tells of time: a frozen arm is dearer by its intervention and by compiling twice."""
-    parts = {"loading": 2.0, "compilation": 8.0 if frozen else 4.0, "training": 27.0 if frozen else 30.0}
-    parts |= {"intervention": 1.0 if frozen else 0.0, "monitoring": 3.0, "checkpoints": 1.0, "afterwards": 2.0}
-    return {
-        "everything": {"seconds": 42.0 if frozen else 40.0, "includes": list(parts)[:-1]},
-        "warm": {"seconds": 32.0 if frozen else 34.0, "includes": list(parts)[2:-1]},
-        "parts": parts,
-        "parent_parts": None,
-    }
-
-
 def write(path: Path, record: Any) -> None:
-    """Write JSON."""
     path.write_text(json.dumps(record))
 
 
 def edit(path: Path, **changes: Any) -> None:
-    """Change values of a JSON file; dots in a name (as `__`) go into nested objects."""
+    """Change values of a JSON file; `__` in a name goes into nested objects."""
     record = read_json(path)
     for name, value in changes.items():
         *parents, last = name.split("__")
@@ -114,14 +90,22 @@ def edit(path: Path, **changes: Any) -> None:
     write(path, record)
 
 
+def _times(*, frozen: bool) -> dict[str, Any]:
+    """Return a result's times: a frozen arm is dearer by its intervention and by compiling twice."""
+    parts = {"loading": 2.0, "compilation": 8.0 if frozen else 4.0, "training": 27.0 if frozen else 30.0}
+    parts |= {"intervention": 1.0 if frozen else 0.0, "monitoring": 3.0, "checkpoints": 1.0, "afterwards": 2.0}
+    every = {"seconds": 42.0 if frozen else 40.0, "includes": list(parts)[:-1]}
+    warm = {"seconds": 32.0 if frozen else 34.0, "includes": list(parts)[2:-1]}
+    return {"everything": every, "warm": warm, "parts": parts, "parent_parts": None}
+
+
 def patterns(shape: Shape) -> dict[str, torch.Tensor]:
     """Return alpha and rho `[L, H, T]` of invented heads."""
     generator = torch.Generator().manual_seed(7)
-    position = torch.arange(shape.length, dtype=torch.float64)
     slope = 0.3 + 2.5 * torch.rand(shape.layers, shape.heads, 1, generator=generator, dtype=torch.float64)
     alpha = 0.15 * torch.randn(shape.layers, shape.heads, shape.length, generator=generator, dtype=torch.float64)
     alpha[..., 0] += 1.5
-    return {"alpha": alpha, "rho": -slope * torch.log1p(position)}
+    return {"alpha": alpha, "rho": -slope * torch.log1p(torch.arange(shape.length, dtype=torch.float64))}
 
 
 def _write_metrics(folder: Path, shape: Shape, *, cost: float, speedup: float) -> None:
@@ -142,26 +126,26 @@ def _write_metrics(folder: Path, shape: Shape, *, cost: float, speedup: float) -
     write_lines(folder / "evaluations.jsonl", probes)
 
 
-def _write_freeze(folder: Path, shape: Shape, num_frozen: int) -> dict[str, Any]:
-    """Write the freezing event and return what result.json tells of it."""
-    made = patterns(shape)
+def _write_freeze(folder: Path, shape: Shape, config: dict[str, Any]) -> dict[str, Any]:
+    """Write the freezing event and return its entry in result.json."""
     generator = torch.Generator().manual_seed(11)
     depth = torch.arange(shape.layers)[:, None] / max(1, shape.layers - 1)
     variance = torch.exp(torch.randn(shape.layers, shape.heads, generator=generator) + 3 * depth - 12)
     order = [divmod(int(i), shape.heads) for i in variance.flatten().argsort()]
-    rejected, chosen = order[1], sorted([order[0], *order[2 : num_frozen + 1]])
-    index = tuple(torch.tensor(chosen).T)
-    tensors = {name: values[index].float() for name, values in made.items()} | {"row_entropy": 5 - 1e4 * variance}
+    rejected, heads = order[1], sorted([order[0], *order[2 : round(shape.rate * shape.layers * shape.heads) + 1]])
+    index = tuple(torch.tensor(heads).T)
+    tensors = {name: values[index].float() for name, values in patterns(shape).items()}
     seconds = {"capture": 0.31, "statistics": 0.62, "score": 0.002, "fit": 0.41, "install": 0.05}
+    event = {"update": shape.freeze_update, "heads": [list(head) for head in heads], "seconds": seconds}
+    event |= {"loss_before": 3.31, "loss_after": 3.38}
     record = {
-        **{"update": shape.freeze_update, "config": config(shape, frozen=True)["freeze"]},
-        **{"heads": [list(head) for head in chosen], "scores": variance.tolist(), "score_name": "variance"},
-        "fit_kl": [[*head, 0.01 + 0.004 * i] for i, head in enumerate(chosen)],
-        **{"rejected": [[*rejected, 0.31]], "seconds": seconds, "num_sequences": 32, "length": shape.length},
+        **event,
+        **{"config": config, "scores": variance.tolist(), "score_name": "variance"},
+        "fit_kl": [[*head, 0.01 + 0.004 * i] for i, head in enumerate(heads)],
+        **{"rejected": [[*rejected, 0.31]], "num_sequences": 32, "length": shape.length},
     }
-    probe = {"loss_before": 3.31, "loss_after": 3.38}
-    append_event(folder, "freeze", record | probe, tensors)
-    return {"update": shape.freeze_update, "heads": record["heads"], "seconds": seconds} | probe
+    append_event(folder, "freeze", record, tensors | {"row_entropy": 5 - 1e4 * variance})
+    return event
 
 
 def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
@@ -170,27 +154,16 @@ def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
     extra = cost * (1 + 0.5 * random.standard_normal((shape.windows, 1))) if cost else 0.0
     log_probs = -(3.1 + hardness + extra + 0.3 * random.standard_normal((shape.windows, shape.length)))
     loss = float(-log_probs.mean())
-    sum_of_file = write_losses(folder, torch.tensor(log_probs))
+    checksum = write_losses(folder, torch.tensor(log_probs))
     record = {
         **{"schema": SCHEMA, "kind": "evaluation", "settings": {}, "partition": "report", "precision": "fp32"},
         "provenance": {"checkpoints": {}, "data": {"report": "d" * 64}},
         **{"windows": shape.windows, "length": shape.length, "tokens": shape.windows * shape.length},
-        **{"loss": loss, "perplexity": float(np.exp(loss))},
-        **{"data_fingerprint": "d" * 64, "windows_hash": WINDOWS_HASH, "log_probs_sha256": sum_of_file},
+        **{"loss": loss, "perplexity": math.exp(loss), "data_fingerprint": "d" * 64},
+        **{"windows_hash": hashlib.sha256(b"windows").hexdigest(), "log_probs_sha256": checksum},
     }
     write(folder / "evaluation.json", record)
     return loss
-
-
-def _provenance(folder: Path, heads: list[list[int]]) -> dict[str, Any]:
-    names = ("source", "config", "parent", "final")
-    hashes = {name: hashlib.sha256(f"{name}{len(heads)}".encode()).hexdigest() for name in names}
-    return {
-        **{"source_hash": hashes["source"], "config_hash": hashes["config"], "data": {"report": "d" * 64}},
-        **{"checkpoints": {name: hashes[name] for name in ("parent", "final")}, "heads": heads, "seed": 1337},
-        **{"versions": {"torch": "2.13.0", "saf": "0.1.0"}, "device": "cpu", "commit": "0123abc"},
-        **{"command": "saf pretrain --preset tiny", "date": "2026-01-01T00:00:00+00:00"},
-    }
 
 
 def write_data(folder: Path) -> Path:

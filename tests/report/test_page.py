@@ -55,14 +55,12 @@ def test_several_arms_have_a_verdict_and_a_map_each_and_one_run_is_shown_for_its
         write_report([], tmp_path)
 
 
-def test_differences_and_failures_are_read_with_care(tmp_path):
-    ordinary, frozen = write_pair(tmp_path)
-    edit(frozen / "config.json", train__seed=5)
-    assert "train.seed: 1337 in the ordinary arm, 5 in the frozen arm" in page_of((ordinary, frozen), tmp_path)
-    edit(frozen / "evaluation.json", windows_hash="0" * 64)
-    assert "could not be compared: both arms must be evaluated on the same windows" in page_of(
-        (ordinary, frozen), tmp_path
-    )
+def test_differences_and_failures_are_named(tmp_path):
+    runs = write_pair(tmp_path)
+    edit(runs[1] / "config.json", train__seed=5)
+    assert "train.seed: 1337 in the ordinary arm, 5 in the frozen arm" in page_of(runs, tmp_path)
+    edit(runs[1] / "evaluation.json", windows_hash="0" * 64)
+    assert "could not be compared: both arms must be evaluated on the same windows" in page_of(runs, tmp_path)
 
 
 def test_names_from_outside_are_text_and_the_page_asks_for_nothing(tmp_path):
@@ -80,8 +78,8 @@ def test_a_head_shows_the_pattern_that_is_installed(tmp_path):
     """The oracle is the dense pattern, averaged over the keys of a bin and set against uniform attention."""
     run = RecordedRun.open(write_run(tmp_path / "frozen", Shape(length=44), frozen=True))
     layer, head = run.freeze["heads"][0]
-    made = patterns(Shape(length=44))
-    dense = CompactPattern.from_parameters(*(values[layer, head] for values in made.values())).dense()
+    logits = [values[layer, head] for values in patterns(Shape(length=44)).values()]
+    dense = CompactPattern.from_parameters(*logits).dense()
     picture = figures.patterns(run)[0]
     size = len(picture)  # two positions a bin
     for row in (0, 7, size - 1):
