@@ -7,7 +7,7 @@ saf/freeze_report.py, the cost of heads in saf/heldout.py.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -152,13 +152,13 @@ def freeze_(
         heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
 
         # Past the paper: measure what they cost, and refuse it where that is too much and no training follows.
-        loss = worst = None
-        if reporting is not None:
-            by_default = "train" if optimizer is not None else "warn" if heldout is None else "refuse"
-            with timer("loss"):
-                on_rise = {None: by_default, True: "accept", False: "refuse"}[accept_loss]
-                loss, worst = _cost(model, heads, reporting, trial, on_rise)
-        before = {kind: len(adapter.heads(kind)) for kind in EDITED if kind == config.kind or adapter.heads(kind)}
+        by_default = "train" if optimizer is not None else "warn" if heldout is None else "refuse"
+        on_rise = {None: by_default, True: "accept", False: "refuse"}[accept_loss]
+        with timer("loss") if reporting is not None else nullcontext():
+            loss, worst = _cost(model, heads, reporting, trial, on_rise)
+
+        in_all = {kind: len(adapter.heads(kind)) for kind in EDITED}
+        in_all[config.kind] += len(heads)
         return FreezeReport(
             heads=heads,
             deferred=deferred,
@@ -168,7 +168,7 @@ def freeze_(
             scores=scores[config.score],
             statistics=statistics,
             config=config.to_dict(),
-            in_all=before | {config.kind: before[config.kind] + len(heads)},
+            in_all=in_all,
             seconds=timer.seconds,
             joint_cost=joint,
             loss=loss,
@@ -386,11 +386,13 @@ def _trial(
 
 def _cost(
     model: nn.Module, heads: HeadSet, text: Any, trial: Trial, on_rise: str
-) -> tuple[LossChange, tuple[int, float] | None]:
+) -> tuple[LossChange | None, tuple[int, float] | None]:
     """Return the loss before and after, and the worst layer of a rise beyond the limit that no training follows.
 
-    Such a rise raises LossError, warns, or is accepted.
+    Such a rise raises LossError, warns, or is accepted. Without a text nothing is measured.
     """
+    if text is None:
+        return None, None
     loss = LossChange.measure(model, text, trial(heads))
     if not len(heads) or on_rise == "train" or loss.rise <= MAX_RISE:  # a rise that is NaN is never within the limit
         return loss, None
