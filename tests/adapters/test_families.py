@@ -301,7 +301,7 @@ def test_layers_with_a_sliding_window_stay_ordinary(family):
     report = saf.freeze_(model, [tokens()], saf.FreezeConfig(count=12, max_fit_kl=99))
     assert {layer for layer, _ in report.heads} == {0, 1, 2}
     assert report.in_all == {"frozen": 12, "pruned": 0}
-    with pytest.raises(UnsupportedError, match="norm follows"):
+    with pytest.raises(UnsupportedError, match="a norm behind"):
         saf.head_outputs(make(family), [tokens()], saf.calibrate(make(family), [tokens()], collect=("mean_rows",)))
 
 
