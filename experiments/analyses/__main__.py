@@ -19,8 +19,7 @@ def run(analysis: Analysis) -> None:
         raise InputError(f"{out} exists already; remove it, or write to another file")
     if figure is not None and (figure.suffix != ".svg" or type(analysis).draw is Analysis.draw):
         raise InputError(f"--figure must be an .svg file of an analysis that draws one, got {figure.name}")
-    if (record := to_json(analysis.measure())) is None:
-        return
+    record = to_json(analysis.measure())
     if out is not None:
         write_json(out, record)
     if figure is not None:

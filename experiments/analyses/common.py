@@ -47,7 +47,7 @@ class Analysis:
     json: bool = False
     """Print the record as JSON instead of tables."""
 
-    def measure(self) -> dict[str, Any] | None:
+    def measure(self) -> dict[str, Any]:
         """Return the record: the header of every result, then the analysis's own entries."""
         raise NotImplementedError
 

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import torch
 import tyro
-from matplotlib.figure import Figure
 from torch import Tensor
 from tqdm import tqdm
 
@@ -28,7 +27,6 @@ from experiments.analyses.common import (
     partial_spearman,
     read_record,
     spearman,
-    subplots,
 )
 from experiments.records import Record
 from saf.calibration import calibrate, gate_gradients, head_outputs
@@ -106,29 +104,6 @@ class OneHead(ModelAnalysis):
             f"{record['length']:,} tokens; {len(record['eligible'])} of {measured} heads fit."
         )
         return [conditions, Table.of("", columns, rows, [paper.SELECTORS.note]).used()]
-
-    @staticmethod
-    def draw(records: Sequence[Record]) -> Figure:
-        """Return a map of the costs, and each score against the cost."""
-        record, *_ = records
-        change = 1e3 * matrix(record["nll_change"]).numpy()
-        eligible = mask_of(HeadSet(record["eligible"]), change.shape).numpy()
-        names = list(record["scores"])
-        drawn, axes = subplots(-(-(len(names) + 1) // 4), 4)
-        first, *others = axes.flat
-        drawn.colorbar(first.imshow(change, cmap="viridis", aspect="auto"), ax=first)
-        first.plot(*np.argwhere(~eligible & np.isfinite(change)).T[::-1], "o", mfc="none", mec="red")
-        first.set(title="loss change, 0.001 nats; circles: fit rejected", xlabel="head", ylabel="layer")
-        for axis, name in zip(others, names, strict=False):
-            values, rank = matrix(record["scores"][name]).numpy(), record["quality"][name]["spearman"]
-            axis.plot(values[~eligible], change[~eligible], "o", mfc="none", ms=3)
-            axis.plot(values[eligible], change[eligible], ".")
-            axis.set(title=f"{name.replace('_', ' ')}: Spearman {correlation(rank)}", ylabel="loss change, 0.001 nats")
-            if np.nanmin(values) > 0:
-                axis.set_xscale("log")
-        for axis in axes.flat:
-            axis.set_visible(axis.has_data())
-        return drawn
 
 
 def available_scores(

@@ -93,22 +93,6 @@ class Stability(Analysis):
         conditions = f"Stability of the selection: {record['first']} and {record['second']} heads."
         return [conditions, Table.of("", columns, rows, [paper.SELECTION_TEXT.note])]
 
-    @staticmethod
-    def draw(records: Sequence[Record]) -> Figure:
-        """Return both scores of every head, coloured by the sets it is in."""
-        record, *_ = records
-        one, other = (matrix(rows).numpy() for rows in record["scores"])
-        first, second = (mask_of(HeadSet(heads), one.shape).numpy() for heads in record["heads"])
-        drawn, axis = subplots(size=(7, 5))
-        for name, heads in (("in neither", ~first & ~second), ("in one", first ^ second), ("in both", first & second)):
-            axis.plot(one[heads], other[heads], "o", ms=4, label=name)
-        if min(np.nanmin(one), np.nanmin(other)) > 0:
-            axis.set(xscale="log", yscale="log")
-        title = f"{record['overlap']} heads in both selections, of {record['first']} and {record['second']}"
-        axis.set(title=title, xlabel="score at the first selection", ylabel="score at the second selection")
-        axis.legend()
-        return drawn
-
 
 def _checkpoint(path: Path) -> Path | None:
     """Return the checkpoint that `path` is or lies in, a run's newest; None for a run whose checkpoints are gone."""

@@ -60,8 +60,7 @@ class ZeroShot(Computing):
     """Freeze heads of a trained model by each score at each rate, and compare its zero-shot accuracy by question.
 
     With --out every arm is written as it ends, and the same command continues. To measure arms side by side on several
-    GPUs, give each process the same --out and its own --only; the command without --only then collects them. With
-    --collect it measures nothing and leaves out what is missing.
+    GPUs, measure --arms ordinary first, then give each process the same --out and its own --arms.
     """
 
     kind = "zero-shot"
@@ -104,57 +103,44 @@ class ZeroShot(Computing):
     """Windows that heads are chosen by joint cost on, half of them to order the heads."""
     heal: int = 0
     """Tokens of healing; every arm and the ordinary model are then measured a second time."""
-    only: str | None = None
-    """Measure this arm alone, such as "ordinary" or "forward_kl 10%", and write no record."""
-    collect: bool = False
-    """Write the record of the arms that are measured so far."""
+    arms: tuple[str, ...] = ()
+    """Measure these arms alone, such as "ordinary" "forward_kl 10%"; the record has those measured so far."""
     bos: bool = False
     """Begin each window with the tokenizer's BOS."""
 
-    def measure(self) -> dict[str, Any] | None:
-        """Return the record, None with `only`.
-
-        Raises InputError if the arms to continue are of another model, data or settings.
-        """
-        if (self.only is not None or self.collect) and (self.out is None or self.frozen):
-            raise InputError("--only and --collect are of the arms of --out; give --out, and not --frozen")
-        if self.collect:
-            return self.collected()
+    def measure(self) -> dict[str, Any]:
+        """Return the record; raise InputError if the arms to continue are of another model, data or settings."""
+        if self.arms and (self.out is None or self.frozen):
+            raise InputError("--arms are of a record to continue; give --out, and not --frozen")
+        names = ("ordinary", *self.plan)
+        for name in self.arms:
+            check_name("--arms", name, names)
         if self.tasks:
             from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
         opened, others = self.open(self.model), [self.open(path) for path in self.frozen]
+        study = Study(self, self._head(opened, others))
+        ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})
+        if others:
+            return _record(ordinary, [study.frozen_elsewhere(*each) for each in enumerate(others, 1)])
+        pieces = {name: study.arm(name) for name in self.plan if not self.arms or name in self.arms or study.has(name)}
+        missing = [name for name in self.plan if name not in pieces]
+        record = _record(ordinary, [piece for piece in pieces.values() if piece is not None])
+        return {**record, "missing": missing} if missing else record
+
+    def _head(self, opened: OpenedModel, others: Sequence[OpenedModel]) -> dict[str, Any]:
+        """Return what the record begins with: its header, then model, longest input, precision and eligible heads."""
         precision, *further = (precision_in_use(each.model, self.precision) for each in (opened, *others))
         if set(further) - {precision}:
             raise InputError(f"models must answer in one precision, got {precision}, {further}; give --precision fp32")
         hashes = {"model": opened.source.hash} | {f"frozen {n}": each.source.hash for n, each in enumerate(others)}
         data = {name: text.fingerprint for name, text in self.texts(opened).items()}
         head = self.header(device=device_name(pick_device(self.device)), checkpoints=hashes, data=data)
+        del head["settings"]["arms"]
         eligible = len(measurable_heads(adapter_for(opened.model)))
-        if not self.frozen:
+        if not others:
             check_rates(self.rates, eligible)
-        head["settings"] = {name: value for name, value in head["settings"].items() if name not in ("only", "collect")}
         longest = min([self.length or min(LENGTH, opened.longest), *(other.longest for other in others)])
-        head |= {"model": str(opened.folder), "length": longest, "precision": precision, "eligible": eligible}
-        study = Study(self, head)
-        if self.only not in (None, "ordinary"):
-            study.only(str(self.only))
-            return None
-        ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})
-        if self.only is not None:
-            return None
-        pieces = [study.frozen_elsewhere(*each) for each in enumerate(others, 1)] or map(study.arm, self.plan)
-        return _record(ordinary, [each for each in pieces if each is not None])
-
-    def collected(self) -> dict[str, Any]:
-        """Return the record of the arms whose files are there, with the titles of those that are `missing`."""
-        paths = {title: self.piece_path(title) for title in ("ordinary", *self.plan)}
-        if not paths["ordinary"].is_file():
-            raise InputError("the ordinary model is not measured; measure --only ordinary first")
-        ordinary, *pieces = (read_json(path) for path in paths.values() if path.is_file())
-        for piece in pieces:
-            _check_origin(piece, ordinary["head"], paths[piece["name"]])
-        missing = [title for title, path in paths.items() if not path.is_file()]
-        return {**_record(ordinary, pieces), "missing": missing}
+        return {**head, "model": str(opened.folder), "length": longest, "precision": precision, "eligible": eligible}
 
     @cached_property
     def plan(self) -> dict[str, tuple[str, float, str | None]]:
@@ -167,12 +153,6 @@ class ZeroShot(Computing):
             for control in controls * self.controls:
                 arms[f"{control} {percent(rate)}"] = control, rate, title
         return arms
-
-    def piece_path(self, name: str) -> Path:
-        """Return the file of an arm."""
-        out = self.out or Path()
-        folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
-        return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
 
     def open(self, path: Path) -> OpenedModel:
         """Open a model; the one that heads are frozen in comes with its data."""
@@ -252,49 +232,47 @@ class Study:
 
     settings: ZeroShot
     head: Record
-    """What the record begins with: its header, then the model, the longest input, precision and eligible heads."""
+    """What the record begins with."""
     pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def path(self, name: str) -> Path | None:
+        """Return the file of an arm; None without --out."""
+        if (out := self.settings.out) is None:
+            return None
+        folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
+        return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
+
+    def has(self, name: str) -> bool:
+        """Return whether an arm is measured already."""
+        return name in self.pieces or ((path := self.path(name)) is not None and path.is_file())
 
     def piece(self, name: str, measure: Callable[[], Record]) -> dict[str, Any]:
         """Return an arm, from its file where there is one; raise InputError for one of other origin."""
-        if name in self.pieces:
-            return self.pieces[name]
-        if self.settings.out is None:
-            piece = to_json({"name": name, "head": self.head, **measure()})
-        elif (path := self.settings.piece_path(name)).is_file():
-            piece = read_json(path)
-            _check_origin(piece, to_json(self.head), path)
-        else:
-            piece = read_json(write_json(path, {"name": name, "head": self.head, **measure()}))
-        self.pieces[name] = piece
-        return piece
-
-    def only(self, title: str) -> None:
-        """Measure one arm; raise InputError for an unknown one, or where the arm whose heads it has is missing."""
-        check_name("--only", title, ("ordinary", *self.settings.plan))
-        *_, of = self.settings.plan[title]
-        if of is not None and not self.settings.piece_path(of).is_file():
-            raise InputError(f"the arm {title!r} has the heads of {of!r}; measure --only {of!r} first")
-        self.arm(title)
+        if name not in self.pieces:
+            path = self.path(name)
+            if path is not None and path.is_file():
+                piece = read_json(path)
+                _check_origin(piece, to_json(self.head), path)
+            else:
+                piece = to_json({"name": name, "head": self.head, **measure()})
+                if path is not None:
+                    write_json(path, piece)
+            self.pieces[name] = piece
+        return self.pieces[name]
 
     def arm(self, title: str) -> dict[str, Any] | None:
         """Return what an arm froze, and the model's measurements; None for a control of an arm that froze nothing."""
         score, rate, of = self.settings.plan[title]
-        event: dict[str, Any]
+        event: dict[str, Any] = {"max_fit_kl": self.settings.max_fit_kl}
         if of is None:
-            event = {
-                **CHOICES[score],
-                "count": budget(rate, self.head["eligible"]),
-                "max_fit_kl": self.settings.max_fit_kl,
-            }
+            event |= {**CHOICES[score], "count": budget(rate, self.head["eligible"])}
             event |= {"seed": self.settings.calibration_seed} if score == "random" else {}
         elif not (heads := (self.arm(of) or {})["facts"]["heads"]):
             return None
-        else:
-            event = {"heads": tuple(map(tuple, heads))}
-            # In linear time heads pass again that passed when they were chosen.
-            linear = {"storage": "exponential", "max_fit_kl": 10.0}
-            event |= {"operation": "prune"} if score.endswith("pruned") else linear
+        elif score.endswith("pruned"):
+            event = {"heads": tuple(map(tuple, heads)), "operation": "prune"}
+        else:  # in linear time heads pass again that passed when they were chosen
+            event = {"heads": tuple(map(tuple, heads)), "storage": "exponential", "max_fit_kl": 10.0}
 
         def measure() -> dict[str, Any]:
             opened = self.settings.open(self.settings.model)
@@ -307,13 +285,10 @@ class Study:
         """Return the arm of a model whose heads were frozen before."""
         heads = adapter_for(other.model).heads("frozen")
         share = len(heads) / self.head["eligible"]
-        facts = {
-            "name": f"model {number}, {percent(share)} frozen",
-            "path": str(other.folder),
-            "heads": heads.to_list(),
-        }
+        name = f"model {number}, {percent(share)} frozen"
+        facts = {"name": name, "path": str(other.folder), "heads": heads.to_list()}
         facts |= {"score": None, "rate": None, "share": share}
-        return self.piece(facts["name"], lambda: {"facts": facts, "states": self.states(other, facts["name"])})
+        return self.piece(name, lambda: {"facts": facts, "states": self.states(other, name)})
 
     def _freeze(self, opened: OpenedModel, config: FreezeConfig, title: str) -> FreezeReport:
         count, seed, data = self.settings.sequences, self.settings.calibration_seed, opened.data
