@@ -1,9 +1,9 @@
 """Recipes of speed, memory and errors: updates, prompts, and checks of the implementation.
 
-`_bench` writes a measurement by `saf bench` from its points and rates: the settings, and a number for each.
+`_bench` writes a measurement from its points and rates: the settings, and a number for each with the paper's.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -12,42 +12,72 @@ from experiments.measurements import SMOKE_BENCH, Measurement, Number, checkpoin
 from experiments.recipe import Recipe
 
 RECIPES: dict[str, Recipe] = {}
-Points = Sequence[tuple[int, int]]
-"""Tokens of context and sequences."""
-NO_MEMORY = {**SMOKE_BENCH, "memory": False}
-"""Settings of the smoke scale for benchmarks that else measure memory too."""
+COMMANDS = {
+    **dict.fromkeys(("update", "four GPUs"), ("saf bench update", "update")),
+    **dict.fromkeys(("call", "trained"), ("saf bench prefill", "call")),
+    **{"graph": ("saf bench prefill", "graph"), "attention": ("benchmarks.attention", "call")},
+}
+"""The command that measures what the paper's numbers are of, and the way of running in its record."""
 
 
 def _numbers(
-    of: str, model: str, points: Points, rates: Iterable[float], *, heads: str = "frozen", memory: bool = False
-) -> tuple[Number, ...]:
-    """Return the speedup at each point and rate, with `memory` also the change of peak memory, and the paper's.
+    of: str, model: str, points: str, rates: Sequence[float], *, heads: str = "frozen", peaks: bool = False
+) -> list[Number]:
+    """Return the speedup at each point and rate, with `peaks` also the change of peak memory, and the paper's.
 
-    `of` names the paper's measurement, as in `paper.SPEEDS`.
+    `of` names the paper's measurement, as in `paper.SPEEDS`; points are those of the command line.
     """
-    numbers, edited = [], {"backend": "pruned" if heads == "pruned" else "toeplitz"}
-    way = {"graph": "graph", "call": "call", "attention": "call"}.get(of, "update")
-    for length, size in points:
+    numbers, backend = [], "pruned" if heads == "pruned" else "toeplitz"
+    for length, size, *_ in (map(int, point.split("x")) for point in points.split()):
         for rate in rates:
             title, place = f"{length:,} × {size}, {rate:.0%} {heads}", (of, model, length, size, rate, heads)
-            times = paper.quoted(paper.TIMES, *place)
-            speed = f"{times} ms" if times else paper.quoted(paper.SPEEDS, *place)
-            numbers.append(speedup(title, rate, (length, size), speed, way=way, mean=of == "four GPUs", **edited))
-            if memory:
-                peak = paper.quoted(paper.MEMORY, *place)
-                numbers.append(peak_change(f"{title}, peak, %", rate, (length, size), peak, **edited))
-    return tuple(numbers)
+            times, point = paper.quoted(paper.TIMES, *place), (length, size)
+            text = f"{times} ms" if times else paper.quoted(paper.SPEEDS, *place)
+            more: Any = {"way": COMMANDS[of][1], "mean": of == "four GPUs", "backend": backend}
+            numbers.append(speedup(title, rate, point, text, **more))
+            if peaks:
+                text = paper.quoted(paper.MEMORY, *place)
+                numbers.append(peak_change(f"{title}, peak, %", rate, point, text, backend=backend))
+    return numbers
 
 
-def _points(points: Points, micro_batches: int | None = None) -> tuple[str, ...]:
-    """Return points as flags have them."""
-    return tuple(f"{length}x{size}" + f"x{micro_batches}" * bool(micro_batches) for length, size in points)
+def _bench(
+    *words: str,
+    rates: Sequence[float],
+    settings: Mapping[str, Any] = {},
+    small: Mapping[str, Any] = {},
+    smoke: Mapping[str, Any] | None = None,
+    peaks: bool = False,
+    numbers: Sequence[Number] | None = None,
+    **others: Any,
+) -> Measurement:
+    """Time a model; `words` are name, what the paper's numbers are of, model, points.
+
+    `small` and `smoke` are what these scales change; without `smoke` that scale leaves it out. `others` are fields of
+    the measurement.
+    """
+    name, of, model, points = words
+    flags = {"model": model, "points": points, "rates": rates, **({"memory": True} if peaks else {}), **settings}
+    at_smoke = {**SMOKE_BENCH, **({"memory": False} if peaks else {}), **(smoke or {})}
+    return Measurement(
+        name=name,
+        does=COMMANDS[of][0],
+        settings=_split(flags),
+        scaled={"small": _split(small), "smoke": _split(at_smoke)},
+        numbers=tuple(_numbers(of, model, points, rates, peaks=peaks) if numbers is None else numbers),
+        **{"smoke": smoke is not None, **others},
+    )
+
+
+def _split(flags: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.split() if name == "points" else value for name, value in flags.items()}
 
 
 # --- updates
 
-_SHARES, _CONTEXTS = (0.1, 0.25, 0.5, 0.75), ((4_096, 8), (8_192, 4), (16_384, 2))
+_SHARES, _HALVES = (0.1, 0.25, 0.5, 0.75), (0.25, 0.5)
 _SMALL = {"pairs": 4, "seconds": 540.0}
+_PEAKS = {0.0: "32.21 GiB", 0.1: "31.85 GiB", 0.25: "31.58 GiB", 0.5: "31.24 GiB", 0.75: "30.84 GiB"}
 
 
 def _peak(rate: float, quoted: str) -> Number:
@@ -57,38 +87,27 @@ def _peak(rate: float, quoted: str) -> Number:
     return Number(f"4,096 × 8, {rate:.0%}, peak, GiB", ("memory", entry, "bytes"), quoted, 2, scale=2**-30)
 
 
-_PEAKS = {0.0: "32.21 GiB", 0.1: "31.85 GiB", 0.25: "31.58 GiB", 0.5: "31.24 GiB", 0.75: "30.84 GiB"}
+_BATCHES = "4096x8x15 4096x2x60 4096x4x30"
 
 RECIPES["training_systems"] = Recipe(
     title="Updates after freezing",
     source=paper.RATES,
     also=("tab:main-results", "fig:systems-across-stages"),
     measurements=(
-        Measurement(
-            name="batches",
-            does="saf bench update",
-            settings={
-                **{"model": "124m", "memory": True, "points": ("4096x2x60", "4096x4x30", "4096x8x15")},
-                "rates": _SHARES,
-            },
-            scaled={
-                "small": {"points": ("4096x2x8", "4096x4x8", "4096x8x4"), **_SMALL},
-                "smoke": {**NO_MEMORY, "points": ("32x2x2", "32x4x1")},
-            },
-            numbers=(
-                *_numbers("update", "124m", [(4_096, size) for size in (8, 2, 4)], _SHARES),
-                *(_peak(*peak) for peak in _PEAKS.items()),
-            ),
+        _bench(
+            *("batches", "update", "124m", _BATCHES),
+            rates=_SHARES,
+            settings={"memory": True},
+            small={"points": "4096x8x4 4096x2x8 4096x4x8", **_SMALL},
+            smoke={"points": "32x2x2 32x4x1", "memory": False},
+            numbers=[*_numbers("update", "124m", _BATCHES, _SHARES), *(_peak(*each) for each in _PEAKS.items())],
         ),
-        Measurement(
-            name="contexts",
-            does="saf bench update",
-            settings={"model": "124m", "memory": True, "points": _points(_CONTEXTS, 15), "rates": (0.25, 0.5)},
-            scaled={
-                "small": {"points": _points(_CONTEXTS, 4), **_SMALL},
-                "smoke": {**NO_MEMORY, "points": ("32x4x1", "64x2x1")},
-            },
-            numbers=_numbers("update", "124m", _CONTEXTS, (0.25, 0.5), memory=True),
+        _bench(
+            *("contexts", "update", "124m", "4096x8x15 8192x4x15 16384x2x15"),
+            rates=_HALVES,
+            small={"points": "4096x8x4 8192x4x4 16384x2x4", **_SMALL},
+            smoke={"points": "32x4x1 64x2x1"},
+            peaks=True,
         ),
     ),
     notes=("The small scale has fewer micro-batches an update, so that clipping and AdamW weigh more.",),
@@ -102,31 +121,22 @@ RECIPES["scale_up_systems"] = Recipe(
     source=paper.ONE_B,
     also=("sec:scale-up-results",),
     measurements=(
-        Measurement(
-            name="1B, 8K, four GPUs",
-            does="saf bench update",
+        # Starting a group takes longer than all other measurements of the smoke scale.
+        _bench(
+            *("1B, 8K, four GPUs", "four GPUs", "1b", "8192x2x32"),
+            rates=_HALVES,
+            settings={"parallel": "ddp", "others": (), "warmup": 10, "repeats": 5, "pairs": 4, "profile": False},
+            small={"processes": 2, "points": "8192x2x4", "num_layers": 8, "seconds": 300.0},
+            numbers=[*_numbers("four GPUs", "1b", "8192x2", _HALVES), _SAVED],
             processes=4,
-            settings={
-                **{"model": "1b", "points": ("8192x2x32",), "rates": (0.25, 0.5), "parallel": "ddp", "others": ()},
-                **{"warmup": 10, "repeats": 5, "pairs": 4, "profile": False},
-            },
-            scaled={"small": {"processes": 2, "points": ("8192x2x4",), "num_layers": 8, "seconds": 300.0}},
-            numbers=(*_numbers("four GPUs", "1b", [(8_192, 2)], (0.25, 0.5)), _SAVED),
-            # Starting a group takes longer than all other measurements of that scale.
-            smoke=False,
         ),
-        Measurement(
-            name="1B, 8K",
-            does="saf bench update",
-            settings={
-                **{"model": "1b", "points": ("8192x1x16", "8192x2x8"), "rates": (0.25, 0.5), "memory": True},
-                **{"pairs": 4, "warmup": 3, "repeats": 10, "fresh": True},
-            },
-            scaled={
-                "small": {"points": ("8192x1x4", "8192x2x2"), "num_layers": 8, "seconds": 540.0, "fresh": False},
-                "smoke": {**NO_MEMORY, "points": ("64x1x2",), "fresh": False},
-            },
-            numbers=_numbers("update", "1b", [(8_192, 1), (8_192, 2)], (0.25, 0.5), memory=True),
+        _bench(
+            *("1B, 8K", "update", "1b", "8192x1x16 8192x2x8"),
+            rates=_HALVES,
+            settings={"pairs": 4, "warmup": 3, "repeats": 10, "fresh": True},
+            small={"points": "8192x1x4 8192x2x2", "num_layers": 8, "seconds": 540.0, "fresh": False},
+            smoke={"points": "64x1x2", "fresh": False},
+            peaks=True,
         ),
     ),
     notes=(
@@ -140,75 +150,60 @@ RECIPES["scale_up_systems"] = Recipe(
 # cuDNN is the baseline; each other way of ordinary attention is a row of its own: math is PyTorch's eager product.
 _OTHERS = {"others": ("auto", "flash", "flex", "math"), "pairs": 6}
 # Calls of few tokens take one launch for all heads of a layer, unless heads are pinned to a kernel (docs/log.md).
-_CALLED = {"kernels": ("auto",), "others": ("flash", "flex", "math")}
-_SMALL_PROMPTS = {"seconds": 540.0, "pairs": 4, "settle_ms": 50.0}
-_UNGRAPHED = {**SMOKE_BENCH, "graphs": "off"}
+_CALLED = {**_OTHERS, "kernels": ("auto",), "others": ("flash", "flex", "math")}
+_SMALL_PROMPTS = {**_SMALL, "settle_ms": 50.0}
 
 
-def _prefill(
-    name: str, points: Points, rates: Sequence[float], *, of: str = "call", model: str = "124m", **others: Any
-) -> Measurement:
-    """Time prompts of a shape with random weights; `others` are fields of the measurement."""
-    settings = {**_OTHERS, "model": model, "points": _points(points), "rates": rates, **others.pop("settings", {})}
-    return Measurement(
-        name=name,
-        does="saf bench prefill",
-        settings=settings,
-        scaled={"small": _SMALL_PROMPTS, "smoke": {**_UNGRAPHED, **others.pop("at_smoke", {})}},
-        **{"numbers": _numbers(of, model, points, rates), **others},
-    )
-
-
-def _trained(title: str, rate: float, points: Points, settings: Mapping[str, Any] = {}) -> Measurement:
+def _trained(title: str, rate: float, points: str, settings: Mapping[str, Any]) -> Measurement:
     """Time a model trained at 16K with its own frozen heads; other scales take random weights and drawn heads."""
+    random: dict[str, Any] = {"model": "124m", "rates": (rate,), "fresh": False, "on": ()}
+    smoke = {"graphs": "off", "fresh": False, "on": (), "points": "16x2 32x2"}
     return Measurement(
         name=f"{title}, {rate:.0%}",
         does="saf bench prefill",
         on=(checkpoint(f"16k-mean-{100 * rate:g}", 1.0),),
-        settings={**_OTHERS, **settings, "points": _points(points), "fresh": True},
-        scaled={
-            "small": {**_SMALL_PROMPTS, "model": "124m", "rates": (rate,), "fresh": False, "on": ()},
-            "smoke": {**_UNGRAPHED, "fresh": False, "on": (), "points": ("16x2", "32x2")},
-        },
-        numbers=_numbers("call", "124m", points, [rate]),
+        settings=_split({**settings, "points": points, "fresh": True}),
+        scaled={"small": {**_SMALL_PROMPTS, **random}, "smoke": _split({**SMOKE_BENCH, **smoke})},
+        numbers=tuple(_numbers("call", "124m", points, [rate])),
         smoke=rate == 0.5,
     )
 
 
-def _one_sequence(model: str, all_heads: Mapping[int, str]) -> Measurement:
+def _one_sequence(model: str, all_heads: Mapping[int, str], smoke: Mapping[str, Any] | None = None) -> Measurement:
     """Time one sequence at a shape, a quarter and all of its heads frozen, by the paper's speedups of the latter."""
     numbers: list[Number] = []
     for length, whole in all_heads.items():
-        numbers += _numbers("call", model, [(length, 1)], [0.25])
+        numbers += _numbers("call", model, f"{length}x1", [0.25])
         numbers.append(speedup(f"{length:,} × 1, 100% frozen", 1.0, (length, 1), whole, way="call"))
-    name, points = f"{model.upper()} shape, one sequence", [(length, 1) for length in all_heads]
-    at_smoke = {"points": ("64x1",), "rates": (0.5, 1.0)}
-    others: dict[str, Any] = {"at_smoke": at_smoke, "numbers": tuple(numbers), "smoke": model == "124m"}
-    return _prefill(name, points, (0.25, 1.0), model=model, **others)
+    words = f"{model.upper()} shape, one sequence", "call", model, " ".join(f"{length}x1" for length in all_heads)
+    small, rates = _SMALL_PROMPTS, (0.25, 1.0)
+    return _bench(*words, rates=rates, settings=_OTHERS, small=small, smoke=smoke, numbers=numbers)
 
 
-_LENGTHS = [(length, 64) for length in (512, 1_024, 2_048, 4_096, 8_192, 16_384)]
-_BATCHES = [(4_096, size) for size in (2, 4, 8, 16, 32)]
+_LENGTHS = "512x64 1024x64 2048x64 4096x64 8192x64 16384x64"
+_BATCHES_AT_4K = "4096x2 4096x4 4096x8 4096x16 4096x32"
 
 RECIPES["prefill_systems"] = Recipe(
     title="Causal prefill",
     source=paper.PREFILL,
     also=("fig:systems-across-stages", "tab:pruning-prefill", "app:kernel-details"),
     measurements=(
-        *(_trained("lengths, 64 sequences", rate, _LENGTHS) for rate in (0.25, 0.5)),
-        *(_trained("batches at 4K", rate, _BATCHES, _CALLED) for rate in (0.25, 0.5)),
-        _prefill(
-            *("one sequence, fresh processes", [(4_096, 1)], (0.25, 0.5)),
+        *(_trained("lengths, 64 sequences", rate, _LENGTHS, _OTHERS) for rate in _HALVES),
+        *(_trained("batches at 4K", rate, _BATCHES_AT_4K, _CALLED) for rate in _HALVES),
+        _bench(
+            *("one sequence, fresh processes", "call", "124m", "4096x1"),
+            rates=_HALVES,
             settings={**_CALLED, "fresh": True},
-            smoke=False,
+            small=_SMALL_PROMPTS,
         ),
-        _prefill(
-            *("one sequence in graphs", [(4_096, 1)], (0.25, 0.5, 0.75)),
-            of="graph",
-            settings={"graphs": "on"},
-            at_smoke={"points": ("32x1",), "rates": (0.75,)},
+        _bench(
+            *("one sequence in graphs", "graph", "124m", "4096x1"),
+            rates=(0.25, 0.5, 0.75),
+            settings={**_OTHERS, "graphs": "on"},
+            small=_SMALL_PROMPTS,
+            smoke={"points": "32x1", "rates": (0.75,), "graphs": "off"},
         ),
-        _one_sequence("124m", {16_384: "1.33×"}),
+        _one_sequence("124m", {16_384: "1.33×"}, {"points": "64x1", "rates": (0.5, 1.0), "graphs": "off"}),
         _one_sequence("774m", {8_192: "1.31×", 16_384: "1.36×"}),
     ),
     notes=(
@@ -218,33 +213,26 @@ RECIPES["prefill_systems"] = Recipe(
     ),
 )
 
+_QWEN = ("qwen3-4b", "2048x4 4096x4 8192x4 2048x8 4096x8 8192x8")
 _QWEN_RATES = (0.1, 0.2, 0.3, 0.5, 0.75)
-_QWEN_POINTS = [(length, size) for size in (4, 8) for length in (2_048, 4_096, 8_192)]
-_QWEN = {"model": "qwen3-4b", "points": _points(_QWEN_POINTS), "rates": _QWEN_RATES}
 
 RECIPES["qwen_prefill"] = Recipe(
     title="Prefill of Qwen3-4B",
     source=paper.QWEN,
     measurements=(
-        Measurement(
-            name="attention",
-            does="benchmarks.attention",
-            settings={**_QWEN, "dtype": "bf16"},
-            scaled={
-                "small": {"seconds": 540.0, "pairs": 5},
-                "smoke": {**SMOKE_BENCH, "dtype": "fp32", "points": ("32x1",)},
-            },
-            numbers=_numbers("attention", "qwen3-4b", _QWEN_POINTS, _QWEN_RATES),
+        _bench(
+            *("attention", "attention", *_QWEN),
+            rates=_QWEN_RATES,
+            settings={"dtype": "bf16"},
+            small={"seconds": 540.0, "pairs": 5},
+            smoke={"dtype": "fp32", "points": "32x1"},
         ),
-        Measurement(
-            name="whole model",
-            does="saf bench prefill",
-            settings={**_QWEN, "precisions": ("bf16",), "pairs": 5},
-            scaled={
-                "small": {"num_layers": 6, "rates": (0.25, 0.5), "seconds": 540.0},
-                "smoke": {**SMOKE_BENCH, "points": ("32x1",), "precisions": ("fp32",)},
-            },
-            numbers=_numbers("call", "qwen3-4b", _QWEN_POINTS, _QWEN_RATES),
+        _bench(
+            *("whole model", "call", *_QWEN),
+            rates=_QWEN_RATES,
+            settings={"precisions": ("bf16",), "pairs": 5},
+            small={"num_layers": 6, "rates": _HALVES, "seconds": 540.0},
+            smoke={"points": "32x1", "precisions": ("fp32",)},
         ),
     ),
     notes=(
@@ -257,7 +245,7 @@ RECIPES["qwen_prefill"] = Recipe(
 
 # --- frozen against pruned
 
-_NATIVE = [(4_096, 20), (8_192, 10), (16_384, 5)]
+_NATIVE = "4096x20x6 8192x10x6 16384x5x6"
 _REPEATS = {"fresh": True, "pairs": 4, "warmup": 10, "repeats": 40, "others": ()}
 _PREFILLS = paper.lines("""
     arm                       | words                                      | speed            | peak
@@ -284,7 +272,7 @@ def _trained_later(arm: str, words: str, speed: str, peak: str) -> Measurement:
         settings={**_REPEATS, "points": ("4096x32",), "memory": True},
         scaled={
             "small": {**random, "model": "124m", "rates": (0.25,), "seconds": 300.0},
-            "smoke": {**NO_MEMORY, **random, "points": ("32x4",)},
+            "smoke": {**SMOKE_BENCH, **random, "points": ("32x4",), "memory": False},
         },
         numbers=(
             speedup(f"{title}, speedup", 0.25, point, speed, backend=backend, way="call", mean=True),
@@ -299,37 +287,30 @@ RECIPES["pruning_costs"] = Recipe(
     source=paper.NATIVE,
     also=("tab:pruning-prefill", "app:pruning-execution-costs"),
     measurements=(
-        Measurement(
-            name="updates at native batches",
-            does="saf bench update",
-            settings={
-                **{"model": "124m", "points": _points(_NATIVE, 6), "rates": (0.25, 0.5)},
-                **{"pruned": True, "memory": True, "others": ()},
-            },
-            scaled={
-                "small": {"points": _points(_NATIVE, 2), **_SMALL},
-                "smoke": {**NO_MEMORY, "points": ("32x4x2",)},
-            },
-            numbers=(
-                *_numbers("update", "124m", _NATIVE, (0.25, 0.5), memory=True),
-                *_numbers("update", "124m", _NATIVE, (0.25, 0.5), heads="pruned", memory=True),
-            ),
+        _bench(
+            *("updates at native batches", "update", "124m", _NATIVE),
+            rates=_HALVES,
+            settings={"pruned": True, "others": ()},
+            small={"points": _NATIVE.replace("x6", "x2"), **_SMALL},
+            smoke={"points": "32x4x2"},
+            peaks=True,
+            numbers=[
+                number
+                for heads in ("frozen", "pruned")
+                for number in _numbers("update", "124m", _NATIVE, _HALVES, heads=heads, peaks=True)
+            ],
         ),
         *(_trained_later(**line) for line in _PREFILLS),
-        Measurement(
-            name="prefill of one sequence",
-            does="saf bench prefill",
-            settings={
-                **{**_REPEATS, "model": "124m", "points": ("4096x1",), "rates": (0.25,), "pruned": True},
-                "kernels": ("auto",),  # as in _CALLED
-            },
-            scaled={"small": {"fresh": False, "seconds": 200.0}},
-            numbers=(
+        _bench(
+            *("prefill of one sequence", "call", "124m", "4096x1"),
+            rates=(0.25,),
+            settings={**_REPEATS, "pruned": True, "kernels": ("auto",)},  # as in _CALLED
+            small={"fresh": False, "seconds": 200.0},
+            numbers=[
                 speedup("4,096 × 1, 25% frozen, matched tokens", 0.25, (4_096, 1), "0.933×", way="call"),
                 speedup("4,096 × 1, 25% frozen, matched time", 0.25, (4_096, 1), "0.877×", way="call"),
                 speedup("4,096 × 1, 25% pruned", 0.25, (4_096, 1), None, backend="pruned", way="call"),
-            ),
-            smoke=False,
+            ],
         ),
     ),
     notes=(
@@ -338,6 +319,7 @@ RECIPES["pruning_costs"] = Recipe(
         "The paper's batches are the largest that fit its GPU; they are taken over, so that shapes are the same.",
     ),
 )
+
 
 # --- errors, changes of heads, storage
 
