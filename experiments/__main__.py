@@ -145,22 +145,23 @@ class Experiments:
 def _list(runs: dict[Key, Run], rate: float | None) -> None:
     """Print the missing runs and their totals; `rate` is in tokens a second."""
     missing = [run for run in runs.values() if run.record() is None]
-    pretrained = [run for run in missing if run.arm.task is None]
     print(f"{'run':52} {'updates':>9} {'tokens':>16} {'memory':>10}")
-    for run in missing:
-        task, updates = run.arm.task, run.own_updates
-        print(f"{run.title:52} {task or f'{updates:9,} {run.tokens:16,} {byte_size(run.bytes):>10}'}")
-    print(f"{len(runs)} runs, {len(missing)} of them missing")
     by_context: dict[int, list[int]] = {}
-    for run in pretrained:
-        by_context.setdefault(int(run.settings["length"]), []).append(run.tokens)
+    for run in missing:
+        if run.arm.task is not None:
+            print(f"{run.title:52} {run.arm.task}")
+            continue
+        tokens, memory = run.cost
+        by_context.setdefault(int(run.settings["length"]), []).append(tokens)
+        print(f"{run.title:52} {run.own_updates:9,} {tokens:16,} {byte_size(memory):>10}")
+    print(f"{len(runs)} runs, {len(missing)} of them missing")
     totals = {f"at {context:,} tokens of context": tokens for context, tokens in sorted(by_context.items())}
     if len(totals) != 1:
-        totals["in all"] = [run.tokens for run in pretrained]
+        totals["in all"] = [each for tokens in by_context.values() for each in tokens]
     for where, tokens in totals.items():
         hours = "" if rate is None else f", {sum(tokens) / rate / 3600:,.1f} hours at {rate:,.0f} tokens a second"
         print(f"pretraining {where}: {len(tokens)} runs, {sum(tokens):,} tokens{hours}")
-    if tuned := len(missing) - len(pretrained):
+    if tuned := sum(run.arm.task is not None for run in missing):
         print(f"finetuning: {tuned} runs, whose tokens are known once their epochs are chosen")
 
 

@@ -162,11 +162,16 @@ def peak_change(
     return Number(title=title, path=("memory", entry, "change_percent"), paper=paper, places=2, signed=True)
 
 
+SMOKE: Mapping[str, Any] = {
+    **{"sequences": 4, "windows": 2, "heldout_sequences": 2, "points": ("32x2", "32x4"), "memory": False},
+    **{"fresh": False, "graphs": "off", "precisions": ("fp32",), "dtype": "fp32"},
+}
+"""Flags at the smoke scale, of measurements that set them."""
 SMOKE_BENCH: Mapping[str, Any] = {
     **{"model": "tiny", "rates": (0.5,), "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0},
     **{"profile": False, "others": ()},
 }
-"""Settings of a benchmark at the smoke scale, whose times mean nothing."""
+"""Further flags of every benchmark of speed there; its times mean nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,7 +194,11 @@ class Measurement:
 
     def at(self, scale: str) -> dict[str, Any]:
         """Return "on", "processes" and the flags at a scale."""
-        return {"on": self.on, "processes": self.processes, **self.settings, **self.scaled.get(scale, {})}
+        values = {"on": self.on, "processes": self.processes, **self.settings}
+        if scale == "smoke":
+            values |= {name: value for name, value in SMOKE.items() if name in self.settings}
+            values |= SMOKE_BENCH if {"points", "pairs"} & self.settings.keys() else {}
+        return {**values, **self.scaled.get(scale, {})}
 
     def references(self, scale: str) -> list[Reference]:
         """Return what it reads at a scale."""

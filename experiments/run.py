@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from experiments.arms import PAPER_SECONDS, Arm, Settings, arm_at, merged
+from experiments.arms import PAPER_SECONDS, Arm, arm_at, merged
 from experiments.inputs import Inputs
 from experiments.records import complete_record
 from experiments.scales import BRANCHES, Scale
@@ -55,17 +55,14 @@ class Run:
 
     @property
     def key(self) -> Key:
-        """Arm and seed."""
         return self.arm.name, self.seed
 
     @property
     def title(self) -> str:
-        """The run in words."""
         return f"{self.arm.name} (seed {self.seed})"
 
     @property
     def folder(self) -> Path:
-        """Where it is."""
         return self.root / self.scale.name / self.arm.name / f"seed-{self.seed}"
 
     @cached_property
@@ -78,7 +75,10 @@ class Run:
         elif self.arm.more:
             before = self.needs["parent"].updates
             own = {"updates": before + round(self.arm.more * before), "lr_start": self.step, **own}
-        if (event := own.get("freeze")) is not None and _is_fitted(event):
+        # Events that fit patterns, by a fitter that the arm leaves open, take the scale's.
+        event = own.get("freeze", {"operation": "prune"})
+        is_open = event.get("operation") != "prune" and "fitter_options" not in event
+        if is_open and unfitted_reason(event.get("storage", "compact"), event.get("pattern", "mean")) is None:
             own["freeze"] = {**self.scale.freeze, **event}
         return to_json(own)
 
@@ -111,21 +111,14 @@ class Run:
         return int(left * (self.changes.get("match_speed") or 1.0)) if self.arm.match else left
 
     @property
-    def micro_batch(self) -> int:
-        """Tokens of a micro-batch of a pretraining."""
-        return int(self.settings.get("batch_size", TrainConfig.batch_size)) * int(self.settings["length"])
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that a pretraining trains on itself."""
-        return (self.own_updates or 0) * self.micro_batch * int(self.settings.get("accumulation", 1))
-
-    @property
-    def bytes(self) -> float:
-        """Peak memory of an update of a pretraining, as if all heads were live."""
-        size = {"vocab_size": self.scale.vocabulary, "max_length": self.settings["length"]}
-        shape = preset(self.settings["model"], **{**size, **self.settings.get("model_overrides", {})})
-        return update_memory(shape, self.micro_batch).total
+    def cost(self) -> tuple[int, float]:
+        """Tokens that a pretraining trains on itself, and bytes of peak memory, as if all heads were live."""
+        settings = self.settings
+        micro_batch = int(settings.get("batch_size", TrainConfig.batch_size)) * int(settings["length"])
+        size = {"vocab_size": self.scale.vocabulary, "max_length": settings["length"]}
+        shape = preset(settings["model"], **{**size, **settings.get("model_overrides", {})})
+        tokens = (self.own_updates or 0) * micro_batch * int(settings.get("accumulation", 1))
+        return tokens, update_memory(shape, micro_batch).total
 
     def record(self) -> dict[str, Any] | None:
         """Return its result; None before it ended. Raises InputError where its settings are others."""
@@ -148,25 +141,21 @@ class Run:
         return not waited
 
 
-def _is_fitted(event: Settings) -> bool:
-    """Return whether an event fits patterns by a fitter that its settings leave open."""
-    if event.get("operation") == "prune" or "fitter_options" in event:
-        return False
-    return unfitted_reason(event.get("storage", "compact"), event.get("pattern", "mean")) is None
-
-
 _OWN_SETTINGS = ("epochs", "match_speed", "match_speed_source", "match_charge_seconds")
 """Settings of arms that are the runner's."""
 
 
 def _check_settings(run: Run) -> None:
     """Raise InputError for unknown settings of an arm, before its parent is trained."""
+    event = run.changes.get("freeze", {})
     known = {*_OWN_SETTINGS, *(each.name for kind in (TrainConfig, FinetuneSettings) for each in fields(kind))}
-    if unknown := [name for name in run.changes if name not in known]:
-        raise InputError(f"arm {run.arm.name!r} has no setting {unknown[0]}{did_you_mean(unknown[0], known)}")
-    event, known = run.changes.get("freeze", {}), {each.name for each in fields(FreezeConfig)}
-    if unknown := [name for name in event if name not in known]:
-        raise InputError(f"arm {run.arm.name!r} has no setting freeze.{unknown[0]}{did_you_mean(unknown[0], known)}")
+    for words, settings, names in (
+        ("", run.changes, known),
+        ("freeze.", event, {each.name for each in fields(FreezeConfig)}),
+    ):
+        if unknown := [name for name in settings if name not in names]:
+            near = did_you_mean(unknown[0], names)
+            raise InputError(f"arm {run.arm.name!r} has no setting {words}{unknown[0]}{near}")
     heads: dict[str, Any] = {"heads": ((0, 0),)} if "heads" in run.needs else {}
     FreezeConfig(**event, **heads)
     if "schedule" in run.changes:

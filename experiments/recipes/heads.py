@@ -45,7 +45,7 @@ RECIPES["one_head"] = Recipe(
             does="experiments.analyses one-head",
             on=MIDPOINT,
             settings={"sequences": 32, "windows": 16, "heldout_sequences": 16},
-            scaled={"smoke": {"sequences": 4, "windows": 2, "heldout_sequences": 2, "max_fit_kl": 10.0}},
+            scaled={"smoke": {"max_fit_kl": 10.0}},
             numbers=tuple(n for score, quoted in paper.SELECTOR_DIAGNOSTIC.items() for n in _of_score(score, *quoted)),
         ),
         Measurement(
@@ -53,7 +53,6 @@ RECIPES["one_head"] = Recipe(
             does="experiments.analyses profiles",
             on=MIDPOINT,
             settings={"selected": run_of("4k-mean-25"), "windows": 128},
-            scaled={"smoke": {"windows": 2}},
             numbers=(
                 *_profile("normalised entropy", "entropy", "0.837", "0.678", 3),
                 *_profile("mass of the 64 latest tokens, %", "local_mass", "19.0", "40.7", 1),
@@ -66,7 +65,7 @@ RECIPES["one_head"] = Recipe(
             does="experiments.analyses profiles",
             on=MIDPOINT,
             settings={"windows": 16, "text": "calibration"},
-            scaled={"smoke": {"windows": 2, "sequences": 4}},
+            scaled={"smoke": {"sequences": 4}},
         ),
         Measurement(
             name="partial correlations",
@@ -105,7 +104,7 @@ RECIPES["joint_cost"] = Recipe(
                 **{"first": run_of("4k-residual-cosine-25"), "second": run_of("4k-mean-25")},
                 **{"sequences": 32, "windows": 16, "skip": 16},
             },
-            scaled={"smoke": {"sequences": 4, "windows": 2, "skip": 2}},
+            scaled={"smoke": {"skip": 2}},
             numbers=(
                 Number("residual cosine at once, %", ("first", "delta_ppl_percent"), "+4.136%", signed=True),
                 Number("variance at once, %", ("second", "delta_ppl_percent"), "+5.092%", signed=True),
@@ -144,7 +143,6 @@ def _profiled(moment: str, at: float, quoted: str | None = None) -> Measurement:
         does="experiments.analyses profiles",
         on=(checkpoint("4k-ordinary", at),),
         settings={"windows": 128} | ({"later": record_of("profiles at the end")} if quoted else {}),
-        scaled={"smoke": {"windows": 2}},
         numbers=(Number(title, ("variance_ranks",), quoted),) if quoted else (),
     )
 

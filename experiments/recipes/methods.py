@@ -231,12 +231,7 @@ RECIPES["rates_and_patterns"] = Recipe(
                 **{"sequences": 32, "rates": tuple(int(rate) / 100 for rate in _RATES)},
                 "costs": _changes(_RATES, tuple(PATTERNS)),
             },
-            scaled={
-                "smoke": {
-                    **{"sequences": 4, "rates": (0.25, 0.5)},
-                    "costs": _changes(("25", "50"), ("mean", "dirichlet")),
-                }
-            },
+            scaled={"smoke": {"rates": (0.25, 0.5), "costs": _changes(("25", "50"), ("mean", "dirichlet"))}},
             numbers=tuple(
                 Number(
                     title=f"{words}, stratified" if key == "stratified" else f"{words}, {float(key):.0%}",

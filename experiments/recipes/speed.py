@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from experiments import paper
-from experiments.measurements import SMOKE_BENCH, Measurement, Number, checkpoint, peak_change, speedup
+from experiments.measurements import Measurement, Number, checkpoint, peak_change, speedup
 from experiments.recipe import Recipe
 
 RECIPES: dict[str, Recipe] = {}
@@ -46,26 +46,23 @@ def _bench(
     rates: Sequence[float],
     settings: Mapping[str, Any] = {},
     small: Mapping[str, Any] = {},
-    smoke: Mapping[str, Any] | None = None,
     peaks: bool = False,
     numbers: Sequence[Number] | None = None,
     **others: Any,
 ) -> Measurement:
     """Time a model; `words` are name, what the paper's numbers are of, model, points.
 
-    `small` and `smoke` are what these scales change; without `smoke` that scale leaves it out. `others` are fields of
-    the measurement.
+    `small` is what that scale changes, `others` are fields of the measurement.
     """
     name, of, model, points = words
     flags = {"model": model, "points": points, "rates": rates, **({"memory": True} if peaks else {}), **settings}
-    at_smoke = {**SMOKE_BENCH, **({"memory": False} if peaks else {}), **(smoke or {})}
     return Measurement(
         name=name,
         does=COMMANDS[of][0],
         settings=_split(flags),
-        scaled={"small": _split(small), "smoke": _split(at_smoke)},
+        scaled={"small": _split(small)},
         numbers=tuple(_numbers(of, model, points, rates, peaks=peaks) if numbers is None else numbers),
-        **{"smoke": smoke is not None, **others},
+        **others,
     )
 
 
@@ -99,14 +96,12 @@ RECIPES["training_systems"] = Recipe(
             rates=_SHARES,
             settings={"memory": True},
             small={"points": "4096x8x4 4096x2x8 4096x4x8", **_SMALL},
-            smoke={"points": "32x2x2 32x4x1", "memory": False},
             numbers=[*_numbers("update", "124m", _BATCHES, _SHARES), *(_peak(*each) for each in _PEAKS.items())],
         ),
         _bench(
             *("contexts", "update", "124m", "4096x8x15 8192x4x15 16384x2x15"),
             rates=_HALVES,
             small={"points": "4096x8x4 8192x4x4 16384x2x4", **_SMALL},
-            smoke={"points": "32x4x1 64x2x1"},
             peaks=True,
         ),
     ),
@@ -129,13 +124,13 @@ RECIPES["scale_up_systems"] = Recipe(
             small={"processes": 2, "points": "8192x2x4", "num_layers": 8, "seconds": 300.0},
             numbers=[*_numbers("four GPUs", "1b", "8192x2", _HALVES), _SAVED],
             processes=4,
+            smoke=False,
         ),
         _bench(
             *("1B, 8K", "update", "1b", "8192x1x16 8192x2x8"),
             rates=_HALVES,
             settings={"pairs": 4, "warmup": 3, "repeats": 10, "fresh": True},
             small={"points": "8192x1x4 8192x2x2", "num_layers": 8, "seconds": 540.0, "fresh": False},
-            smoke={"points": "64x1x2", "fresh": False},
             peaks=True,
         ),
     ),
@@ -157,27 +152,26 @@ _SMALL_PROMPTS = {**_SMALL, "settle_ms": 50.0}
 def _trained(title: str, rate: float, points: str, settings: Mapping[str, Any]) -> Measurement:
     """Time a model trained at 16K with its own frozen heads; other scales take random weights and drawn heads."""
     random: dict[str, Any] = {"model": "124m", "rates": (rate,), "fresh": False, "on": ()}
-    smoke = {"graphs": "off", "fresh": False, "on": (), "points": "16x2 32x2"}
     return Measurement(
         name=f"{title}, {rate:.0%}",
         does="saf bench prefill",
         on=(checkpoint(f"16k-mean-{100 * rate:g}", 1.0),),
         settings=_split({**settings, "points": points, "fresh": True}),
-        scaled={"small": {**_SMALL_PROMPTS, **random}, "smoke": _split({**SMOKE_BENCH, **smoke})},
+        scaled={"small": {**_SMALL_PROMPTS, **random}, "smoke": {"on": ()}},
         numbers=tuple(_numbers("call", "124m", points, [rate])),
         smoke=rate == 0.5,
     )
 
 
-def _one_sequence(model: str, all_heads: Mapping[int, str], smoke: Mapping[str, Any] | None = None) -> Measurement:
+def _one_sequence(model: str, all_heads: Mapping[int, str]) -> Measurement:
     """Time one sequence at a shape, a quarter and all of its heads frozen, by the paper's speedups of the latter."""
     numbers: list[Number] = []
     for length, whole in all_heads.items():
         numbers += _numbers("call", model, f"{length}x1", [0.25])
         numbers.append(speedup(f"{length:,} × 1, 100% frozen", 1.0, (length, 1), whole, way="call"))
     words = f"{model.upper()} shape, one sequence", "call", model, " ".join(f"{length}x1" for length in all_heads)
-    small, rates = _SMALL_PROMPTS, (0.25, 1.0)
-    return _bench(*words, rates=rates, settings=_OTHERS, small=small, smoke=smoke, numbers=numbers)
+    others: dict[str, Any] = {"settings": _OTHERS, "small": _SMALL_PROMPTS}
+    return _bench(*words, rates=(0.25, 1.0), numbers=numbers, smoke=model == "124m", **others)
 
 
 _LENGTHS = "512x64 1024x64 2048x64 4096x64 8192x64 16384x64"
@@ -195,15 +189,15 @@ RECIPES["prefill_systems"] = Recipe(
             rates=_HALVES,
             settings={**_CALLED, "fresh": True},
             small=_SMALL_PROMPTS,
+            smoke=False,
         ),
         _bench(
             *("one sequence in graphs", "graph", "124m", "4096x1"),
             rates=(0.25, 0.5, 0.75),
             settings={**_OTHERS, "graphs": "on"},
             small=_SMALL_PROMPTS,
-            smoke={"points": "32x1", "rates": (0.75,), "graphs": "off"},
         ),
-        _one_sequence("124m", {16_384: "1.33×"}, {"points": "64x1", "rates": (0.5, 1.0), "graphs": "off"}),
+        _one_sequence("124m", {16_384: "1.33×"}),
         _one_sequence("774m", {8_192: "1.31×", 16_384: "1.36×"}),
     ),
     notes=(
@@ -225,14 +219,12 @@ RECIPES["qwen_prefill"] = Recipe(
             rates=_QWEN_RATES,
             settings={"dtype": "bf16"},
             small={"seconds": 540.0, "pairs": 5},
-            smoke={"dtype": "fp32", "points": "32x1"},
         ),
         _bench(
             *("whole model", "call", *_QWEN),
             rates=_QWEN_RATES,
             settings={"precisions": ("bf16",), "pairs": 5},
             small={"num_layers": 6, "rates": _HALVES, "seconds": 540.0},
-            smoke={"points": "32x1", "precisions": ("fp32",)},
         ),
     ),
     notes=(
@@ -272,7 +264,7 @@ def _trained_later(arm: str, words: str, speed: str, peak: str) -> Measurement:
         settings={**_REPEATS, "points": ("4096x32",), "memory": True},
         scaled={
             "small": {**random, "model": "124m", "rates": (0.25,), "seconds": 300.0},
-            "smoke": {**SMOKE_BENCH, **random, "points": ("32x4",), "memory": False},
+            "smoke": random,
         },
         numbers=(
             speedup(f"{title}, speedup", 0.25, point, speed, backend=backend, way="call", mean=True),
@@ -292,7 +284,6 @@ RECIPES["pruning_costs"] = Recipe(
             rates=_HALVES,
             settings={"pruned": True, "others": ()},
             small={"points": _NATIVE.replace("x6", "x2"), **_SMALL},
-            smoke={"points": "32x4x2"},
             peaks=True,
             numbers=[
                 number
@@ -311,6 +302,7 @@ RECIPES["pruning_costs"] = Recipe(
                 speedup("4,096 × 1, 25% frozen, matched time", 0.25, (4_096, 1), "0.877×", way="call"),
                 speedup("4,096 × 1, 25% pruned", 0.25, (4_096, 1), None, backend="pruned", way="call"),
             ],
+            smoke=False,
         ),
     ),
     notes=(

@@ -45,10 +45,7 @@ def _updates(task: str) -> Measurement:
         },
         scaled={
             "small": {"pairs": 4, "seconds": 540.0},
-            "smoke": {
-                **{"model": "tiny", "length": 32, "batch_size": 4, "rates": (0.25,), "orders": _ORDERS[:2], "pairs": 1},
-                **{"warmup": 1, "repeats": 1, "tolerance": 10.0, "profile": False, "memory": False, "free": False},
-            },
+            "smoke": {"length": 32, "batch_size": 4, "orders": _ORDERS[:2], "free": False},
         },
         numbers=tuple(number for rate in _RATES for number in _timed_numbers(task, rate)),
         smoke=task == "sst2",

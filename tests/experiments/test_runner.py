@@ -148,8 +148,9 @@ def test_every_arm_has_settings_that_a_run_takes(name):
             config = config_of(run, Inputs(data=Path("text")))
             assert config.updates == run.updates
         if run.arm.task is None:
-            assert 0 <= run.tokens < 1e11  # none where heads are frozen after training
-            assert 0 < run.bytes < 1e11
+            tokens, memory = run.cost
+            assert 0 <= tokens < 1e11  # none where heads are frozen after training
+            assert 0 < memory < 1e11
 
 
 def test_a_dry_run_lists_tokens_and_makes_nothing(tmp_path, capsys):
