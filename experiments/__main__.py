@@ -64,7 +64,6 @@ class Experiments:
     """Also write tables into this folder: Markdown, LaTeX, CSV, and figures as SVG."""
 
     def run(self) -> int:
-        """List, plan, or run and show; return the exit status."""
         if not self.recipes and not self.arms:
             for name in names():
                 labels = [NUMBERED.get(label, label) for label in recipe(name).labels[:1]]
@@ -143,7 +142,6 @@ class Experiments:
 
 
 def _list(runs: dict[Key, Run], rate: float | None) -> None:
-    """Print the missing runs and their totals; `rate` is in tokens a second."""
     missing = [run for run in runs.values() if run.record() is None]
     print(f"{'run':52} {'updates':>9} {'tokens':>16} {'memory':>10}")
     by_context: dict[int, list[int]] = {}
@@ -175,7 +173,6 @@ class Results:
     """Folder whose results/ and images/ the pages and pictures go to."""
 
     def run(self) -> int:
-        """Write the document and print the paths."""
         print(*write_pages(self.results, self.docs), sep="\n")
         return 0
 
@@ -192,7 +189,6 @@ class Keep:
     """Folder of committed results: RESULTS/SCALE/ARM/seed-SEED.json."""
 
     def run(self) -> int:
-        """Copy; records that are there already stay. Paths next to the folder of runs lose the machine's own part."""
         copied, here = 0, f"{self.out.resolve().parent}/"
         for path in sorted((self.out / self.scale).glob("**/*.json")):
             run = path.name == "result.json" and path.parent.parent.parent == self.out / self.scale

@@ -156,7 +156,6 @@ def _is_pinned(row: Record) -> bool:
 
 
 def _paper_speed(record: Record, row: Record) -> str | None:
-    """Return the paper's number at the same shape."""
     kind, variant, model, layer = record["kind"], row["variant"], row.get("model", ""), row.get("layer") or {}
     of = ""
     if kind == "update" and not variant.endswith(f" {GRAPH}"):  # the paper replayed no update
@@ -193,7 +192,6 @@ def finetuning(records: Sequence[Record]) -> Tables:
 
 
 def _rows(records: Sequence[Record], kind: str, part: str | None = None) -> Iterator[tuple[str, Record]]:
-    """Yield the rows of records of a kind, each with its record's name."""
     for record in records:
         if record["kind"] == kind:
             yield from ((record["name"], row) for row in record["rows"] if part in (None, row.get("part")))

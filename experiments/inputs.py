@@ -33,7 +33,6 @@ class Inputs:
     """Files of zero-shot tasks; None takes the hub's."""
 
     def text(self) -> Path:
-        """Return the folder of prepared text; raise InputError where none is named."""
         if self.data is None:
             raise InputError("training needs --data, a folder made by `saf data prepare`; --scale smoke makes its own")
         return self.data

@@ -201,12 +201,10 @@ class Measurement:
         return {**values, **self.scaled.get(scale, {})}
 
     def references(self, scale: str) -> list[Reference]:
-        """Return what it reads at a scale."""
         values = self.at(scale)
         return [each for each in (*values.pop("on"), *values.values()) if isinstance(each, Reference)]
 
     def arms(self, scale: str) -> list[str]:
-        """Return the arms that it reads at a scale."""
         if scale == "smoke" and not self.smoke:
             return []
         return [arm for each in self.references(scale) for arm in each.arms]
@@ -287,7 +285,6 @@ class Maker:
         return None
 
     def _words(self, each: Measurement) -> list[str]:
-        """Return the arguments and flags of a measurement's command."""
         values = each.at(self.scale.base)
         del values["processes"]
         words = [str(self._value(one)) for one in values.pop("on")]

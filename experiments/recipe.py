@@ -99,7 +99,6 @@ class Recipe:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The paper's labels of what it shows."""
         return (*((self.source.label,) if self.source else ()), *self.also)
 
     def arms(self, scale: str) -> tuple[str, ...]:

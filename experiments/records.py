@@ -99,7 +99,6 @@ def check_heads(run: RecordedRun) -> dict[str, Any]:
 
 
 def _fits(run: RecordedRun) -> dict[str, float]:
-    """Return how well the patterns of a run's frozen heads fit; empty where nothing was fitted."""
     events = [event.values for event in run.events if event.kind == "freeze" and event.undone_by is None]
     kls = [kl for event in events for *_, kl in event.get("fit_kl", ())]
     if not kls:

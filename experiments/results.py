@@ -151,7 +151,6 @@ class Block:
     """Section, recipe, scale and table of its cells; without them it has none in cells.csv."""
 
     def markdown(self) -> Iterator[str]:
-        """Yield the Markdown of title, table, text and picture."""
         table = self.frame if self.page is None else self.page
         if self.title and len(table):
             yield f"**{escaped(self.title)}**"
@@ -163,7 +162,6 @@ class Block:
             yield f"![{self.picture[0]}](../images/{self.picture[1]})"
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        """Yield a line of cells.csv for each cell."""
         where = {name: self.cells.get(name, "") for name in ("section", "recipe", "scale")}
         where["table"] = self.cells.get("table", self.title)
         for number, (label, row) in enumerate(self.frame.iterrows() if self.cells else (), 1):
@@ -225,7 +223,6 @@ def _numbers_of_tables(text: str) -> Iterator[str]:
 
 
 def _page(page: Page, blocks: Sequence[Block]) -> str:
-    """Return the Markdown of a page; a note that several blocks have stands once."""
     lines = [f"# {page.title}", "<!-- Made by python -m experiments results; `make check` compares. -->"]
     lines.append(page.introduction)
     heading, noted = "", set()
@@ -241,7 +238,6 @@ def _page(page: Page, blocks: Sequence[Block]) -> str:
 
 
 def _blocks(name: str, results: Path) -> Iterator[Block]:
-    """Yield the blocks of one page."""
     for scale, recipes in PAGES[name].recipes.items():
         records = read_records(results, scale)
         for each in recipes if records else ():

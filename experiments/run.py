@@ -92,7 +92,6 @@ class Run:
 
     @property
     def updates(self) -> int:
-        """Updates of the whole schedule of a pretraining."""
         return int(self.settings["updates"])
 
     @property
@@ -211,7 +210,6 @@ def config_of(run: Run, inputs: Inputs) -> TrainConfig:
 
 
 def _with_tuples(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings as their dataclasses have them: JSON has lists."""
     return {name: tuple(value) if isinstance(value, list) else value for name, value in settings.items()}
 
 
@@ -250,14 +248,12 @@ def _finetuned(run: Run, parent: Any, own: dict[str, Any], inputs: Inputs) -> Tr
 
 
 def _heads(run: Run) -> tuple[tuple[int, int], ...]:
-    """Return the heads that an ended run froze or pruned."""
     if not (heads := heads_in_force(read_events(run.folder))):
         raise InputError(f"{run.title} froze or pruned no heads, and another run is to have them")
     return tuple((layer, head) for layer, head in heads)
 
 
 def _checkpoint(run: Run) -> Path:
-    """Return the checkpoint that a run starts from."""
     parent = run.needs["parent"]
     folder = parent.folder / "checkpoints"
     path = latest(folder) if run.step is None else folder / step_name(run.step)

@@ -57,11 +57,9 @@ class Comparison:
         return 100.0 * np.expm1(self.gap("loss", arm, reference))
 
     def own_change(self, arm: str | None) -> Any:
-        """Return an arm's change from its own reference."""
         return self.change(arm, self.references.get(arm or ""))
 
     def companion_change(self, role: str) -> Any:
-        """Return the change of the row's companion from its own reference."""
         return self.own_change(self.row.companions.get(role))
 
     def extra(self, arm: str | None, reference: str | None) -> Any:

@@ -1,4 +1,4 @@
-"""Run one analysis: `python -m experiments.analyses NAME ... [--out FILE.json] [--figure FILE.svg] [--json]`."""
+"""Run one analysis: `python -m experiments.analyses NAME ... [--out FILE.json]`."""
 
 import sys
 from collections.abc import Sequence
@@ -6,25 +6,20 @@ from typing import Any
 
 import tyro
 
-from experiments.analyses import ANALYSES, Analysis, analysis_figure
+from experiments.analyses import ANALYSES, Analysis
 from saf.cli.output import show
 from saf.errors import InputError, SafError
-from saf.records.files import to_json, write_atomically, write_json
+from saf.records.files import to_json, write_json
 
 
 def run(analysis: Analysis) -> None:
-    """Measure, write the record and its figure, and print the tables or the record."""
-    out, figure = analysis.out, analysis.figure
-    if out is not None and out.exists():
-        raise InputError(f"{out} exists already; remove it, or write to another file")
-    if figure is not None and (figure.suffix != ".svg" or type(analysis).draw is Analysis.draw):
-        raise InputError(f"--figure must be an .svg file of an analysis that draws one, got {figure.name}")
+    """Measure, write the record, and print its tables."""
+    if analysis.out is not None and analysis.out.exists():
+        raise InputError(f"{analysis.out} exists already; remove it, or write to another file")
     record = to_json(analysis.measure())
-    if out is not None:
-        write_json(out, record)
-    if figure is not None:
-        write_atomically(figure, (analysis_figure([record]) or "").encode())
-    show(record, *analysis.tables(record), as_json=analysis.json)
+    if analysis.out is not None:
+        write_json(analysis.out, record)
+    show(record, *analysis.tables(record), as_json=False)
 
 
 def main(words: Sequence[str] | None = None) -> int:

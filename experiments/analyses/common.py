@@ -6,7 +6,7 @@ An analysis is a dataclass of settings with `measure() -> record`, `tables(recor
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -42,10 +42,6 @@ class Analysis:
     """Its name in records and on the command line."""
     out: Path | None = None
     """JSON file for the record."""
-    figure: Path | None = None
-    """SVG file for the figure."""
-    json: bool = False
-    """Print the record as JSON instead of tables."""
 
     def measure(self) -> dict[str, Any]:
         """Return the record: the header of every result, then the analysis's own entries."""
@@ -64,8 +60,7 @@ class Analysis:
 
     def header(self, **origin: Any) -> dict[str, Any]:
         """Return the header of the record; `origin` has the arguments of `saf.records.result.result_header`."""
-        output = {each.name for each in fields(Analysis)}
-        return result_header(self.kind, {name: v for name, v in vars(self).items() if name not in output}, **origin)
+        return result_header(self.kind, {name: v for name, v in vars(self).items() if name != "out"}, **origin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +113,6 @@ class Opened:
     autocast: AbstractContextManager[Any]
 
     def calibration(self) -> list[Tensor]:
-        """Return the calibration sequences in batches `[B, length]`."""
         count = self.analysis.sequences
         windows = calibration_windows(self.data, length=self.length, count=count, seed=self.seed)
         return list(windows.split(self.analysis.batch_size))
@@ -128,7 +122,6 @@ class Opened:
         return sequential_windows(self.data.tokens("controller"), self.length, count)
 
     def check_rates(self, rates: Sequence[float]) -> None:
-        """Raise InputError unless every rate selects a head."""
         check_rates(rates, sum(site.layout.num_heads for site in adapter_for(self.model).sites()))
 
     def record(self, values: Record) -> dict[str, Any]:

@@ -34,8 +34,6 @@ class Geometry(ModelAnalysis):
     """Measure the distance of each fixed pattern from the mean pattern, on nested head sets, and its cost."""
 
     kind = "geometry"
-    score: str = "variance"
-    """Score of the calibration statistics that ranks the heads."""
     rates: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75)
     """Shares of all heads."""
     seed: int = 0
@@ -53,7 +51,7 @@ class Geometry(ModelAnalysis):
                 raise InputError(f"{self.costs} must have costs of two patterns at rate {rate}; a rank needs two")
         ids = opened.calibration()
         with opened.autocast:
-            scores = score(calibrate(opened.model, ids), self.score)
+            scores = score(calibrate(opened.model, ids), "variance")
             nested = {rate: select(scores, rate) for rate in self.rates}
             largest = max(nested.values(), key=len)
             by_pattern = distances_from_mean(opened.model, ids, largest, list(TARGETS), seed=self.seed)

@@ -113,7 +113,6 @@ def _curve(settings: Recovery, ordinary: pd.DataFrame, path: Path) -> dict[str, 
 
 
 def _metrics(path: Path) -> pd.DataFrame:
-    """Return loss and tokens of a run by update."""
     lines = list(read_lines(path / METRICS))
     if not lines:
         raise InputError(f"{path / METRICS} has no updates; expected the folder of a run")

@@ -31,12 +31,10 @@ from experiments.analyses.common import (
 from experiments.records import Record
 from saf.calibration import latter_half
 from saf.calibration.capture import evaluation_mode
-from saf.checkpoint import checkpoint_hash, find_checkpoint
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models.adapter import Site, adapter_for
 from saf.ops.live import capped, score_scale
-from saf.records.files import read_json
 from saf.records.run import chosen, events_file, read_events
 from saf.records.table import Part, Table, correlation, number
 
@@ -63,14 +61,8 @@ class Stability(Analysis):
         # Layers are independent; within one the overlap of random sets is hypergeometric.
         a, b = (np.array([len(heads.in_layer(layer)) for layer in range(len(scores[0]))]) for heads in (one, other))
         variance = (a * b * (width - a) * (width - b)).sum() / (width**2 * max(1, width - 1))
-        hashes, data = {}, {}
-        for role, path in paths.items():
-            if (checkpoint := _checkpoint(path)) is not None:
-                hashes[role] = checkpoint_hash(checkpoint)
-                data[role] = read_json(checkpoint / "state.json").get("data_fingerprint")
-        files = {role: events_file(path) for role, path in paths.items()}
         return {
-            **self.header(checkpoints=hashes, data=data, files=files),
+            **self.header(files={role: events_file(path) for role, path in paths.items()}),
             **{"of": [self.first, self.second], "first": len(one), "second": len(other)},
             "overlap": len(one & other),
             "expected": float((a * b).sum() / width),
@@ -92,14 +84,6 @@ class Stability(Analysis):
         columns = ["", "ours", "paper, 25% and 50% of training"]
         conditions = f"Stability of the selection: {record['first']} and {record['second']} heads."
         return [conditions, Table.of("", columns, rows, [paper.SELECTION_TEXT.note])]
-
-
-def _checkpoint(path: Path) -> Path | None:
-    """Return the checkpoint that `path` is or lies in, a run's newest; None for a run whose checkpoints are gone."""
-    try:
-        return find_checkpoint(path if path.is_dir() else path.parent)
-    except InputError:
-        return None
 
 
 # --- profiles

@@ -243,7 +243,6 @@ class Study:
         return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
 
     def has(self, name: str) -> bool:
-        """Return whether an arm is measured already."""
         return name in self.pieces or ((path := self.path(name)) is not None and path.is_file())
 
     def piece(self, name: str, measure: Callable[[], Record]) -> dict[str, Any]:
@@ -282,7 +281,6 @@ class Study:
         return self.piece(title, measure)
 
     def frozen_elsewhere(self, number: int, other: OpenedModel) -> dict[str, Any]:
-        """Return the arm of a model whose heads were frozen before."""
         heads = adapter_for(other.model).heads("frozen")
         share = len(heads) / self.head["eligible"]
         name = f"model {number}, {percent(share)} frozen"
@@ -307,7 +305,6 @@ class Study:
             return freeze_(opened.model, ids, config, heldout=heldout, accept_loss=True, allow_empty=True)
 
     def states(self, opened: OpenedModel, title: str) -> dict[str, Any]:
-        """Return a model's measurements at once and, with healing, after it."""
         states = {"at once": self._measured(opened, title)}
         if self.settings.heal:
             assert opened.data is not None
@@ -375,7 +372,6 @@ def _facts(report: FreezeReport, score: str, rate: float, eligible: int) -> dict
 
 
 def _record(ordinary: Record, pieces: Sequence[Record]) -> dict[str, Any]:
-    """Return the record of arms, compared with the ordinary model."""
     arms = [{**each["facts"], **_by_state(each["states"], ordinary["states"])} for each in pieces]
     return {**ordinary["head"], "ordinary": _by_state(ordinary["states"]), "arms": arms, "overlap": _overlaps(arms)}
 
@@ -410,7 +406,6 @@ def _state(own: Record, ordinary: Record | None) -> dict[str, Any]:
 
 
 def _answers(state: Record) -> dict[str, TaskAnswers]:
-    """Return answers as `paired_tasks` takes them."""
     keys = ("id", "answer", "right")
     return {
         name: TaskAnswers(task, [dict(zip(keys, each, strict=True)) for each in task["each"]])
@@ -432,7 +427,6 @@ def _overlaps(arms: Sequence[Record]) -> dict[str, float]:
 
 
 def _changes_table(record: Record) -> Part:
-    """Return the paired change of each task in each arm, in points."""
     rows = []
     for arm in record["arms"]:
         for name, task in arm["tasks"].items():
@@ -480,7 +474,6 @@ def _texts_table(record: Record) -> Part:
 
 
 def _heads_table(record: Record) -> Part:
-    """Return the heads that each arm chose."""
     rows = []
     for arm in record["arms"]:
         medians = [arm[name] and f"{arm[name]:.3f}" for name in ("fit_kl_median", "forward_kl_median")]

@@ -116,7 +116,6 @@ RECIPES["fixed_token_controls"] = Recipe(
 
 
 def _overlap(name: str, one: str, other: str, paper: str) -> Measurement:
-    """Return how many of 36 heads two arms have in common."""
     return Measurement(
         name=name,
         does="experiments.analyses stability",

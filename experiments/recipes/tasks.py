@@ -33,7 +33,6 @@ def _timed_numbers(task: str, rate: float) -> list[Number]:
 
 
 def _updates(task: str) -> Measurement:
-    """Time updates on the task's own examples, outside of runs, each order by itself."""
     _, k, settings = DOWNSTREAM[task]
     return Measurement(
         name=f"updates on {TITLES[task]}",

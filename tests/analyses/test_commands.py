@@ -1,4 +1,4 @@
-"""Every analysis from the command line, on two real, tiny runs; its record, tables and figure."""
+"""Every analysis from the command line, on two real, tiny runs: its record, tables and figure."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,7 @@ import torch
 from experiments.analyses import ANALYSES, Analysis, analysis_figure
 from experiments.analyses.__main__ import main
 from experiments.analyses.common import matrix, spearman
-from saf.checkpoint import checkpoint_hash, latest
+from saf.checkpoint import checkpoint_hash
 from saf.records.files import file_hash, read_json
 from saf.records.run import read_events
 from saf.targets import TARGETS
@@ -20,14 +20,14 @@ SMALL = ("--device", "cpu", "--sequences", 4)
 
 @pytest.fixture
 def run(tmp_path):
-    """Return a function that runs an analysis and returns its record; it checks that a figure can be drawn."""
+    """Return a function that runs an analysis and returns its record; it checks that its figure can be drawn."""
 
     def measure(name, *words) -> dict:
-        out, drawn = tmp_path / f"{name}.json", tmp_path / f"{name}.svg"
+        out = tmp_path / f"{name}.json"
         out.unlink(missing_ok=True)
-        figure = ("--figure", str(drawn)) if ANALYSES[name].draw is not Analysis.draw else ()
-        assert main([name, *map(str, words), "--out", str(out), *figure]) == 0
-        assert not figure or drawn.read_text() == analysis_figure([read_json(out)])
+        assert main([name, *map(str, words), "--out", str(out)]) == 0
+        drawn = ANALYSES[name].draw is not Analysis.draw
+        assert (analysis_figure([read_json(out)]) is not None) == drawn
         return read_json(out)
 
     return measure
@@ -50,11 +50,7 @@ def midpoint(arms) -> Path:
 
 def test_one_head(arms, measured):
     record = read_json(measured / "one-head.json")
-    provenance = record["provenance"]
-    assert (record["schema"], record["kind"]) == ("saf.result/2", "one-head")
-    assert provenance["checkpoints"] == {"model": checkpoint_hash(midpoint(arms))}
-    assert provenance["data"] == {"analysed": read_json(arms[1] / "result.json")["provenance"]["data"]["train"]}
-    assert "out" not in record["settings"]
+    assert record["provenance"]["checkpoints"] == {"model": checkpoint_hash(midpoint(arms))}
     assert {"variance", "residual_cosine", "gate_taylor"} <= record["quality"].keys() == record["scores"].keys()
     change, scores = matrix(record["nll_change"]), matrix(record["scores"]["variance"])
     lowest = scores.flatten().argsort()[:2]
@@ -64,16 +60,13 @@ def test_one_head(arms, measured):
 
 
 def test_partial_spearman_of_records(run, measured, tmp_path, capsys):
-    files = (measured / "one-head.json", "--profiles", measured / "profiles.json")
-    record = run("partial-spearman", *files)
-    quality = read_json(measured / "one-head.json")["quality"]
+    costs, profiles = measured / "one-head.json", read_json(measured / "profiles.json")
+    record = run("partial-spearman", costs, "--profiles", measured / "profiles.json")
     for name, found in record["correlations"].items():
-        assert found["spearman"] == pytest.approx(quality[name]["spearman"])
-        assert found.keys() == {"spearman", "layer", "layer_entropy", "with_entropy"}
-    other = read_json(measured / "profiles.json")
-    other["provenance"]["checkpoints"]["model"] = "0" * 64
-    (tmp_path / "other.json").write_text(json.dumps(other))
-    assert main(["partial-spearman", str(files[0]), "--profiles", str(tmp_path / "other.json")]) == 2
+        assert found["spearman"] == pytest.approx(read_json(costs)["quality"][name]["spearman"])
+    profiles["provenance"]["checkpoints"]["model"] = "0" * 64
+    (tmp_path / "other.json").write_text(json.dumps(profiles))
+    assert main(["partial-spearman", str(costs), "--profiles", str(tmp_path / "other.json")]) == 2
     assert "about one model" in capsys.readouterr().err
 
 
@@ -98,10 +91,7 @@ def test_stability(run, arms):
     record = run("stability", arms[1], arms[1] / "events.jsonl")
     assert record["first"] == record["overlap"] == 2
     assert record["rank_correlation"] == pytest.approx(1)
-    roles = ("first", "second")
-    assert record["provenance"]["files"] == dict.fromkeys(roles, file_hash(arms[1] / "events.jsonl"))
-    newest = checkpoint_hash(latest(arms[1] / "checkpoints"))
-    assert record["provenance"]["checkpoints"] == dict.fromkeys(roles, newest)
+    assert record["provenance"]["files"] == dict.fromkeys(("first", "second"), file_hash(arms[1] / "events.jsonl"))
     rng, layers = np.random.default_rng(0), [sum(layer == at for at, _ in record["heads"][0]) for layer in range(2)]
     drawn = [sum(len({*rng.permutation(4)[:n]} & {*rng.permutation(4)[:n]}) for n in layers) for _ in range(4000)]
     expected = record["expected"], record["standard_deviation"]
@@ -126,7 +116,6 @@ def test_distributions(run, arms):
     assert record["positions"] == [1, 3, 7, 15, 23, 31]
     flat = [value for row in record["normalised"]["gaussian"] for value in row]
     assert record["medians"]["gaussian"] == pytest.approx(np.median(flat))
-    assert [curve["head"] for curve in record["entries"]["curves"]] == [record["heads"][0], record["heads"][2]]
 
 
 def test_storage_counts_every_form(run, arms):
@@ -144,11 +133,9 @@ def test_unusable_input_is_refused(arms, tmp_path, capsys):
     for words, message in (
         (("storage", arms[0]), "no frozen heads"),
         (("profiles", checkpoint, "--selected", *(f"0:{head}" for head in range(4))), "nothing to compare"),
-        (("profiles", checkpoint, "--selected", "0:1", "2:0"), "2 layers of 4 heads; got [[2, 0]]"),
         (("joint-cost", checkpoint, "--first", "0:0", "--second", "0:4"), "do not exist: [[0, 4]]"),
         (("joint-cost", arms[1], "--first", events, "--second", "0:0"), "are frozen"),
         (("geometry", checkpoint, "--rates", 0.25, 0.01), "at least one of 8 heads"),
-        (("geometry", checkpoint, "--rates", 1.5), "must be in (0, 1]"),
         (("geometry", checkpoint, "--rates", 0.25, "--costs", arms[1] / "config.json"), "a rank needs two"),
         (("distributions", checkpoint, "--sequences", 5), "to be fitted to and two others; got 3 of 5"),
         (("geometry", checkpoint, "--out", old), "exists already"),
