@@ -196,18 +196,16 @@ def blank(sites: Sequence[Site]) -> Tensor:
     return values
 
 
-def attention_profiles(
-    model: nn.Module, batches: Sequence[Tensor], *, positions: Sequence[int] | None = None, local: int = LOCAL
-) -> dict[str, Tensor]:
+def attention_profiles(model: nn.Module, batches: Sequence[Tensor], *, local: int = LOCAL) -> dict[str, Tensor]:
     """Return each head's mean over sequences and query positions, `[L, H]` float64; NaN for heads that are not live.
 
     `entropy` is divided by the logarithm of the number of keys, `local_mass` is the weight of the last `local` keys,
     `largest` the largest weight, `first_token` the first key's; `variance` is over sequences, summed over keys.
-    `batches` are token ids `[B, T]`; positions are 64, evenly over the latter half of T, by default.
+    `batches` are token ids `[B, T]`; positions are 64, evenly over the latter half of T.
     """
     adapter = adapter_for(model)
     sites = adapter.sites()
-    rows = list(latter_half(batches[0].shape[1]) if positions is None else positions)
+    rows = list(latter_half(batches[0].shape[1]))
     total, sums = blank(sites).repeat(len(PROFILES) + 1, 1, 1), dict[int, Tensor]()
 
     def add(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
