@@ -11,8 +11,6 @@ from saf.models import GPT, preset
 
 RECIPES = {name: recipe(name) for name in names()}
 UNLABELLED = {"implementation": r"\subsection{Compact fitting and storage}"}
-PLOTTED = "plotted"
-"""Stands for a number of a figure, which no text has."""
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-\d+)?")
 
 
@@ -21,10 +19,6 @@ def numbers(text: str) -> set[float]:
     text = re.sub(r"\\times10\^\{-(\d+)\}", r"e-\1", text)
     text = re.sub(r"(?<=\d),(?=\d{3})", "", text.replace("\\,", "").replace("−", "-"))
     return {float(found) for found in NUMBER.findall(text)}
-
-
-def measured(name: str):
-    return [one for each in RECIPES[name].measurements for one in each.numbers if one.paper not in (None, PLOTTED)]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +44,8 @@ def test_recipes_quote_numbers_of_the_papers_sections(name, source):
     places = [f"\\label{{{label}}}" for label in RECIPES[name].labels]
     places += [words for other, words in UNLABELLED.items() if other == name]
     known = printed("".join(section(source, words) for words in places))
-    quoted = [text for row in RECIPES[name].rows for text in row.paper.values()] + [n.paper for n in measured(name)]
+    quoted = [text for row in RECIPES[name].rows for text in row.paper.values()]
+    quoted += [number.paper for each in RECIPES[name].measurements for number in each.numbers if number.paper]
     assert [text for text in quoted if not numbers(text) <= known] == []
 
 
