@@ -43,8 +43,8 @@ class OpenedModel:
     @property
     def checkpoints(self) -> dict[str, str | None]:
         """Hashes of the model and of the model it was frozen from, by role, for a result's header."""
-        hashes: dict[str, str | None] = {"model": self.source.hash}
-        return hashes if (parent := self.source.parent) is None else hashes | {PARENT: parent}
+        parent = {} if self.source.parent is None else {PARENT: self.source.parent}
+        return {"model": self.source.hash, **parent}
 
     @property
     def longest(self) -> int:
@@ -63,13 +63,9 @@ def open_model(
 ) -> OpenedModel:
     """Open the model at `path`, and its data: `data`, or by default the data that it was trained on.
 
-    A transformers model, which has its own tokenizer, opens without data unless they are named or needed.
-    With precision "fp32" weights are float32, whatever their dtype in the files.
-
-    Raises:
-        InputError: There is no model, or no data.
-        DataError: The data have another tokenizer than the model.
-        CheckpointError: The model's files are damaged.
+    A transformers model, which has its own tokenizer, opens without data unless they are named or needed. With
+    precision "fp32" weights are float32, whatever their dtype in the files. Raises InputError where there is no model
+    or no data, DataError for data of another tokenizer, and CheckpointError for damaged files.
     """
     source = find_source(path)
     needs_data = needs_data or data is not None or isinstance(source, ModelFolder)
@@ -90,9 +86,7 @@ def find_source(path: Path | str) -> "ModelFolder | TransformersFolder":
 def find_model(path: Path | str, *, optimizer: bool = False) -> "ModelFolder":
     """Return the folder of this project's model at `path`; with `optimizer`, verify a checkpoint's optimiser too.
 
-    Raises:
-        InputError: The path is something else.
-        CheckpointError: A checkpoint is damaged.
+    Raises InputError where the path is something else, CheckpointError for a damaged checkpoint.
     """
     path = Path(path)
     if kind_of(path) is Kind.HEADS:  # also an ordinary model saved into the folder of a frozen one
@@ -170,11 +164,9 @@ class ModelFolder:
     def data(self, path: Path | None) -> TokenData:
         """Open the data at `path`, by default the data that the model was trained on.
 
-        A file of text is encoded by the tokenizer of the training data.
-
-        Raises:
-            InputError: Without a path, where the model records no data, or was trained on examples of a task.
-            DataError: The data have another tokenizer than the training data, or a text's tokenizer is unavailable.
+        A file of text is encoded by the tokenizer of the training data. Raises InputError without a path, where the
+        model records no data or was trained on examples of a task; DataError for data of another tokenizer, or where
+        that of a text is missing.
         """
         recorded, task = self.settings.get("data"), self.settings.get("task") or "text"
         if path is None and (recorded is None or task != "text"):
@@ -195,15 +187,12 @@ class ModelFolder:
         return data
 
     def training_data(self) -> TokenData | None:
-        """Open the data that the model was trained on; None where the recorded folder is missing or has changed."""
+        """Open the data that the model was trained on; return None where the folder is missing or has changed."""
         recorded = self.settings.get("data")
         if recorded is None or kind_of(recorded) is not Kind.DATA:
             return None
         data = TokenData.open(recorded)
         return data if data.fingerprint == self.state.get("data_fingerprint") else None
-
-
-# --- files of a model of transformers
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -1,7 +1,7 @@
 """The interface between the package and a model: an `Adapter` of the model, with a `Site` for each attention layer.
 
-`adapter_for` returns a model's adapter; no other code depends on a model's class. Only `Site.assign` and `Site.pin`
-change the model. The adapter of the project's GPT is here, that of transformers' models in saf/hf/adapter.py.
+`adapter_for` returns a model's adapter. Only `Site.assign` and `Site.pin` change the model. The adapter of the
+project's GPT is here, that of transformers' models in saf/hf/adapter.py.
 """
 
 import sys
@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from saf.errors import UnsupportedError
 from saf.heads import BIAS, HeadLayout, HeadSet, role_of, roles_of
-from saf.models.by_layer import CompiledByLayer
 from saf.models.gpt import GPT, Attention
 from saf.ops import FrozenHeads
 
@@ -29,8 +28,10 @@ ON_META = "the model's weights are on the meta device, which holds no numbers; l
 
 def adapter_for(model: nn.Module) -> "Adapter":
     """Return the adapter of a model; raise UnsupportedError for an unsupported family or attention layer."""
-    inner = unwrap(model)
-    if (adapter := _find(inner)) is None:
+    adapter = None
+    if isinstance(inner := unwrap(model), GPT) or "transformers" in sys.modules:
+        adapter = language_model(inner)
+    if not isinstance(adapter, Adapter):
         name = type(inner).__name__
         raise UnsupportedError(
             f"{name} is not of a supported family (`saf doctor` lists them); docs/huggingface.md says how to add one"
@@ -41,22 +42,11 @@ def adapter_for(model: nn.Module) -> "Adapter":
 
 def language_model(model: nn.Module) -> "LanguageModel":
     """Return the adapter of a model, or for an unsupported one a `TransformersModel`, which can only be evaluated."""
-    inner = unwrap(model)
-    if (adapter := _find(inner)) is not None:
-        return adapter
-    from saf.hf.adapter import TransformersModel
+    if isinstance(inner := unwrap(model), GPT):
+        return GPTAdapter(inner)
+    from saf.hf.adapter import TransformersAdapter, TransformersModel  # optional, and its import takes seconds
 
-    return TransformersModel(inner)
-
-
-def _find(model: nn.Module) -> "Adapter | None":
-    if isinstance(model, GPT):
-        return GPTAdapter(model)
-    if "transformers" not in sys.modules:  # it is optional, and its import takes seconds
-        return None
-    from saf.hf.adapter import TransformersAdapter
-
-    return TransformersAdapter.of(model)
+    return TransformersAdapter.of(inner) or TransformersModel(inner)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -110,10 +100,6 @@ class LanguageModel(ABC):
     @abstractmethod
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the log-probability of every target, `[B, T]` float32, in nats."""
-
-    def compiled_by_layer(self, *, activation_checkpointing: bool = False) -> CompiledByLayer:
-        """Return a callable that computes the training loss, decoder layers compiled one by one."""
-        raise UnsupportedError("compile='layers' is for the project's own GPT; use compile='on' or 'off'")
 
     @staticmethod
     @abstractmethod
@@ -269,7 +255,7 @@ def rows_of(site: Site, role: str) -> Rows:
 
 
 def hooked_module(attention: nn.Module) -> str | None:
-    """Return the name of a projection with hooks, in which edits would reorder heads; None without one."""
+    """Return the name of a projection with hooks, which would get reordered heads after an edit; None without one."""
     for name, module in attention.named_modules():
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         if name and module._parameters and any(hooks):
@@ -327,9 +313,6 @@ class GPTAdapter(Adapter):
 
     def token_log_probs(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         return self.model.token_log_probs(input_ids, targets)
-
-    def compiled_by_layer(self, *, activation_checkpointing: bool = False) -> CompiledByLayer:
-        return CompiledByLayer(self.model, activation_checkpointing=activation_checkpointing)
 
     @staticmethod
     def last_logits(model: GPT, input_ids: Tensor, count: int = 1) -> Tensor:

@@ -25,8 +25,9 @@ from saf.checkpoint import parameter_state
 from saf.distributed import gloo_group, in_group, rank_and_size, whole_tensor
 from saf.errors import DivergenceError, InputError, UnsupportedError
 from saf.machine import Execution, GraphPool, GraphReplay
-from saf.models import GPTConfig
-from saf.models.adapter import adapter_for, longest_input
+from saf.models import GPT, GPTConfig
+from saf.models.adapter import adapter_for, longest_input, unwrap
+from saf.models.by_layer import CompiledByLayer
 from saf.models.gpt import DecoderLayer
 from saf.ops import for_graphs
 from saf.ops.loss_and_gelu import chunk_rows
@@ -450,7 +451,7 @@ def _compiled(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any
     """Return the model as updates call it, and whether the first call compiles."""
     recomputes = execution.activation_checkpointing
     if execution.by_layer:
-        by_layer = adapter_for(model).compiled_by_layer(activation_checkpointing=recomputes)
+        by_layer = CompiledByLayer(cast(GPT, unwrap(model)), activation_checkpointing=recomputes)
         return by_layer, by_layer.new > 0
     forward: Callable[..., Any] = model
     if execution.compile:

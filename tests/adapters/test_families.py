@@ -275,7 +275,6 @@ def test_models_that_cannot_be_frozen_are_refused(tmp_path):
     capped.config._attn_implementation_internal = "sdpa"  # as transformers 5.17 lets Gemma 2 attend, without its cap
     for refused in (
         lambda: adapter_for(images),
-        lambda: adapter_for(make("llama")).compiled_by_layer(),
         lambda: saf.calibrate(windowed, [tokens()]),
         lambda: saf.calibrate(capped, [tokens()]),
         lambda: saf.calibrate(crossed, [tokens()]),

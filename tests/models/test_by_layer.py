@@ -7,7 +7,6 @@ import torch
 
 import saf
 from saf.models import by_layer
-from saf.models.adapter import adapter_for
 from saf.ops import attention as seam
 from tests.ops.counted_graphs import CountedGraphs
 
@@ -39,7 +38,7 @@ def freeze(model, *heads, **options):
 
 def check_equal(model):
     """Check loss and every gradient against the model itself; return how many programs are new."""
-    compiled = adapter_for(model).compiled_by_layer()
+    compiled = by_layer.CompiledByLayer(model)
     ids = torch.randint(0, 40, (2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     found = []
     for call in (compiled, model):
