@@ -7,7 +7,6 @@ masks from `padding_mask`. Packed documents (`position_ids` that restart) are sp
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from math import inf
 from types import MethodType
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
@@ -243,13 +243,11 @@ def set_forward(attention: Any) -> None:
 # --- masks: padding, packed documents, positions in a cache of fixed size
 
 
-@dataclass(frozen=True)
-class Documents:
+class Documents(NamedTuple):
     """Token indices of the packed documents in a batch `[B, T]`, grouped by length to limit padding."""
 
-    groups: tuple[tuple[Tensor, Tensor], ...]
-    """Of each group of N documents, padded on the right to L tokens: indices `[N, L]` into the flattened batch
-    `[B * T]`, and a bool `[N, L]`, False at padding."""
+    groups: tuple[Tensor, ...]
+    """Of each group of N documents `[N, L]`: indices into the flattened batch `[B * T]`, -1 at padding on the right."""
     length: int
     """T, tokens in a row of the batch."""
     longest: int
@@ -264,18 +262,15 @@ class Documents:
         row, position = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)
         begins = torch.ones(batch, length, dtype=torch.bool, device=device)
         begins[:, 1:] = ~mask(row, position.new_zeros(()), position[1:], position[:-1])
-        first = begins.flatten().nonzero().flatten()
+        first = begins.flatten().nonzero().flatten().tolist()
         if len(first) == batch:
             return None
-        sizes = torch.diff(first, append=first.new_tensor([batch * length]))
-        power = (sizes - 1).double().log2().floor()  # lengths in a group differ by at most a factor of two
-        groups = []
-        for each in power.unique():
-            begin, size = first[power == each], sizes[power == each]
-            step = torch.arange(int(size.max()), device=device)
-            real = step < size[:, None]
-            groups.append((torch.where(real, begin[:, None] + step, begin[:, None]), real))
-        return cls(tuple(groups), length, int(sizes.max()))
+        documents = torch.arange(batch * length, device=device).tensor_split(first[1:])
+        groups: dict[int, list[Tensor]] = {}
+        for each in documents:  # lengths in a group differ by at most a factor of two
+            groups.setdefault((len(each) - 1).bit_length(), []).append(each)
+        padded = (pad_sequence(group, batch_first=True, padding_value=-1) for group in groups.values())
+        return cls(tuple(padded), length, max(map(len, documents)))
 
     def attend(self, attend: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
         """Return the output `[B, H, T, D]` of `attend(*inputs)`, where each document is a row of its own.
@@ -283,10 +278,10 @@ class Documents:
         `inputs` are `[B, *, T, D]`. Padding follows the documents, so causal attention never reads it.
         """
         flat = [each.transpose(1, 2).flatten(0, 1) for each in inputs]
-        rows = [attend(*(each[index].transpose(1, 2) for each in flat)).transpose(1, 2) for index, _ in self.groups]
+        rows = [attend(*(each[index].transpose(1, 2) for each in flat)).transpose(1, 2) for index in self.groups]
         output = rows[0].new_empty(flat[0].shape[0], *rows[0].shape[2:])
-        for (index, real), part in zip(self.groups, rows, strict=True):
-            output = output.index_put((index[real],), part[real])
+        for index, part in zip(self.groups, rows, strict=True):
+            output = output.index_put((index[index >= 0],), part[index >= 0])
         return output.unflatten(0, (-1, self.length)).transpose(1, 2)
 
 
@@ -334,18 +329,17 @@ def padding_mask(
     if alone and not plain:
         documents = Documents.of(mask_function, batch_size, q_length, torch.device(device or "cpu"))
         _check_length(q_length if documents is None else documents.longest, config)
-        if documents is None or documents.longest <= (local_size or inf):
-            return None if documents is None else PassMask(documents=documents)
-        raise UnsupportedError(f"packed documents must fit the sliding window, {local_size} tokens: {_SEPARATE_ROWS}")
+        if documents is not None and documents.longest > (local_size or inf):
+            window = f"the sliding window, {local_size} tokens"
+            raise UnsupportedError(f"packed documents must fit {window}: {_SEPARATE_ROWS}")
+        return None if documents is None else PassMask(documents=documents)
     _check_length(kv_length if fixed else q_offset + q_length, config)
-    if fixed:
-        return _in_fixed_cache(q_length, kv_length, q_offset, attention_mask)
-    if attention_mask is None:
-        return None
-    if (last := kv_offset + kv_length) > attention_mask.shape[-1]:
-        raise InputError(f"attention_mask must cover cached tokens too, {last}, got {attention_mask.shape[-1]}")
-    padding = _if_padded(attention_mask[:, kv_offset:last])  # the mask may cover future tokens too
-    return None if padding is None else PassMask(padding)
+    if isinstance(q_offset, Tensor):
+        pad = None if attention_mask is None else left_padding(attention_mask, wait=False, allow_empty=True)
+        # The cache increments this tensor in place.
+        return PassMask(positions=CachePosition.of(q_offset.clone(), q_length, kv_length, pad))
+    padding = _padding(attention_mask, *((0, q_length) if fixed else (kv_offset, kv_offset + kv_length)))
+    return PassMask(padding, prefill=fixed) if fixed or padding is not None else None
 
 
 def _check_length(length: Any, config: Any) -> None:
@@ -355,18 +349,14 @@ def _check_length(length: Any, config: Any) -> None:
         raise InputError(beyond_patterns(length, longest))
 
 
-def _if_padded(attention_mask: Tensor) -> Tensor | None:
-    """Return a mask `[B, T]` with padding on the left as it is, any other as None. Synchronises with the device."""
-    return None if left_padding(attention_mask, allow_empty=True) is None else attention_mask
-
-
-def _in_fixed_cache(q_length: int, kv_length: int, q_offset: int | Tensor, attention_mask: Tensor | None) -> PassMask:
-    """Return the mask of a pass with a cache of fixed size, of `kv_length` positions."""
-    if not isinstance(q_offset, Tensor):
-        return PassMask(None if attention_mask is None else _if_padded(attention_mask), prefill=True)
-    start = None if attention_mask is None else left_padding(attention_mask, wait=False, allow_empty=True)
-    # The cache increments this tensor in place.
-    return PassMask(positions=CachePosition.of(q_offset.clone(), q_length, kv_length, start))
+def _padding(attention_mask: Tensor | None, first: int, last: int) -> Tensor | None:
+    """Return columns of a mask `[B, T]`, which may cover later tokens too; None without padding on the left."""
+    if attention_mask is None:
+        return None
+    if last > attention_mask.shape[1]:
+        raise InputError(f"attention_mask must cover cached tokens too, {last}, got {attention_mask.shape[1]}")
+    mask = attention_mask[:, first:last]
+    return None if left_padding(mask, allow_empty=True) is None else mask  # synchronises with the device
 
 
 def mask_for_generation(*, attention_mask: Tensor | None, past_key_values: Any, **_: Any) -> Tensor | None:
