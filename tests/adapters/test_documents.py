@@ -38,33 +38,18 @@ def windowless(family, **changes):
     return make(family, max_position_embeddings=64, **window | changes).double()
 
 
-@pytest.mark.parametrize("operation", ["freeze", "prune"])
-def test_each_document_is_computed_as_it_is_alone(shape, operation):
-    model = windowless(shape)
-    if operation == "freeze":
-        freeze(model, WHOLE_LAYER)
-    else:
-        saf.prune_(model, HEADS)
-    with torch.no_grad():
-        for sizes in (SIZES, ((LENGTH,), (5, LENGTH - 5), (LENGTH - 1, 1))):
-            ids, positions = packed(sizes)
-            logits = model(ids, position_ids=positions, use_cache=False).logits
-            torch.testing.assert_close(logits, alone(model, ids, sizes), **CLOSE)
-
-
-@pytest.mark.parametrize("shape", ["qwen3", "gpt2"])
-def test_gradients_are_those_of_the_documents_alone(shape):
-    model, (ids, positions) = windowless(shape), packed()
+@pytest.mark.parametrize("sizes", [SIZES, ((LENGTH,), (5, LENGTH - 5), (LENGTH - 1, 1))])
+def test_each_document_is_computed_as_it_is_alone_and_so_are_gradients(shape, sizes):
+    model, (ids, positions) = windowless(shape).train(), packed(sizes)
     freeze(model, WHOLE_LAYER)
-    weights = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.numel()]
-    expected = torch.autograd.grad(alone(model, ids).square().sum(), weights, allow_unused=True)
     model.gradient_checkpointing_enable({"use_reentrant": False})
-    model.train()
-    logits = model(ids, position_ids=positions, use_cache=False).logits
-    found = torch.autograd.grad(logits.square().sum(), weights, allow_unused=True)
-    for one, other in zip(found, expected, strict=True):
+    weights = [parameter for parameter in model.parameters() if parameter.numel()]
+    outputs = [model(ids, position_ids=positions, use_cache=False).logits, alone(model, ids, sizes)]
+    torch.testing.assert_close(*outputs, **CLOSE)
+    gradients = [torch.autograd.grad(each.square().sum(), weights, allow_unused=True) for each in outputs]
+    for one, other in zip(*gradients, strict=True):
         if other is not None:
-            torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # norms of Gemma compute in float32
 
 
 @pytest.mark.parametrize("shape", ["gemma2", "gemma3", "mistral"])

@@ -210,15 +210,6 @@ def test_another_model_of_the_same_config_goes_on_as_before():
     assert all(map(torch.equal, outcomes(), expected))
 
 
-def test_whole_groups():
-    model, settings = make("qwen3"), {"max_fit_kl": 9, "whole_groups": True}
-    report = saf.freeze_(model, [tokens()], saf.FreezeConfig(rate=0.5, max_per_layer=2, **settings))
-    assert len({(layer, head // 2) for layer, head in report.heads}) == 3
-    for wrong in ({"count": 1}, {"heads": ((0, 0), (0, 1))}):
-        with pytest.raises(InputError, match="whole_groups"):
-            saf.freeze_(make("qwen3"), [tokens()], saf.FreezeConfig(**settings, **wrong))
-
-
 # --- what is refused
 
 

@@ -13,38 +13,30 @@ from saf.models.adapter import adapter_for, language_model
 SHAPE = {"vocab_size": 61, "num_layers": 3, "num_heads": 4, "hidden_size": 48, "max_length": 32}
 
 
-def build(family):
-    """A small model and calibration tokens for it."""
-    if family == "gpt":
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            return saf.GPT(saf.GPTConfig(**SHAPE)).eval(), torch.randint(3, 61, (4, 32))
-    pytest.importorskip("transformers")
-    from tests.transformers_models import make, tokens
-
-    return make(family), tokens()
-
-
 def traces(model):
     """Everything about a model that looking could leave behind, apart from tensors' values."""
-    found = {}
+    found = {"config": (copy.deepcopy(model.config.to_dict()), repr(vars(model.config)))}
     for name, module in model.named_modules():
-        parameters = {
-            key: None if one is None else (id(one), one.requires_grad, one.grad)
-            for key, one in module._parameters.items()
-        }
         hooks = {key: dict(value) for key, value in vars(module).items() if "_hooks" in key and hasattr(value, "items")}
+        tensors = {**module._parameters, **module._buffers}
         own = (sorted(vars(module)), module.forward, list(module._modules), module.training)
-        found[name] = (*own, parameters, {key: id(one) for key, one in module._buffers.items()}, hooks)
-    config = model.config
-    found["config"] = (copy.deepcopy(config.to_dict()), {key: repr(value) for key, value in vars(config).items()})
+        found[name] = (*own, hooks, {key: (id(one), one is None or one.grad) for key, one in tensors.items()})
     return found
 
 
-@pytest.fixture(params=["gpt", "qwen3", "gpt2", "phi3", "gemma2"])
+@pytest.fixture(params=["gpt", "qwen3", "gpt2", "gemma2"])
 def looked_at(request):
     """A model and tokens; afterwards the model is as it was."""
-    model, ids = build(request.param)
+    ids = torch.randint(3, 61, (4, 32), generator=torch.Generator().manual_seed(1))
+    if request.param == "gpt":
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            model = saf.GPT(saf.GPTConfig(**SHAPE)).eval()
+    else:
+        pytest.importorskip("transformers")
+        from tests.transformers_models import make
+
+        model = make(request.param)
     before, weights = traces(model), copy.deepcopy(model.state_dict())
     yield model, ids
     assert traces(model) == before
@@ -92,8 +84,7 @@ def test_other_causal_models_are_evaluated_but_not_edited():
     transformers = pytest.importorskip("transformers")
     sizes = {"num_layers": 1, "num_heads": 2, "hidden_size": 8, "vocab_size": 61, "max_position_embeddings": 32}
     model = transformers.GPTNeoForCausalLM(transformers.GPTNeoConfig(**sizes, attention_types=[[["global"], 1]])).eval()
-    language = language_model(model)
-    ids = torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
+    language, ids = language_model(model), torch.randint(3, 61, (2, 9), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(ids).logits.log_softmax(-1)[:, :-1].gather(2, ids[:, 1:, None])[..., 0]
         torch.testing.assert_close(language.token_log_probs(ids[:, :-1], ids[:, 1:]), expected)
