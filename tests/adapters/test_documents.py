@@ -49,7 +49,8 @@ def test_each_document_is_computed_as_it_is_alone_and_so_are_gradients(shape, si
     gradients = [torch.autograd.grad(each.square().sum(), weights, allow_unused=True) for each in outputs]
     for one, other in zip(*gradients, strict=True):
         if other is not None:
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)  # norms of Gemma compute in float32
+            # The norms of Gemma compute in float32.
+            assert (one - other).norm() <= (1e-4 if shape == "gemma3" else 1e-9) * (1 + other.norm())
 
 
 @pytest.mark.parametrize("shape", ["gemma2", "gemma3", "mistral"])
