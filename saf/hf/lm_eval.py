@@ -35,10 +35,7 @@ Progress = Callable[[str, int, int], None]
 def ask(
     opened: OpenedModel, settings: Any, *, longest: int | None = None, progress: Progress | None = None
 ) -> dict[str, TaskAnswers]:
-    """Return a model's answers to the tasks of the settings; see `ExactLengthModel` and `answer_tasks`.
-
-    `settings` are `tasks`, `task_data`, `questions`, `too_long`, `batch_size` and `precision`.
-    """
+    """Return a model's answers to `settings.tasks`; `settings` also names the other arguments of `answer_tasks`."""
     options = {name: getattr(settings, name) for name in ("batch_size", "precision", "too_long")}
     lm = ExactLengthModel(opened.model, opened.encoder(), longest=longest, **options)
     return answer_tasks(lm, settings.tasks, folder=settings.task_data, questions=settings.questions, progress=progress)
@@ -50,9 +47,8 @@ def answer_tasks(
 ) -> dict[str, TaskAnswers]:  # fmt: skip
     """Return a model's answers by task, to the first `questions` of each task.
 
-    Questions come from the tasks' public files in `folder`, or from the hub. `progress` is called before a task's first
-    request and after each batch. Raises DataError where a file is missing or damaged, or the hub cannot be reached;
-    InputError for a question that is too long for the model.
+    Questions come from the tasks' public files in `folder`, or from the hub. Raises DataError where a file is missing
+    or damaged, or the hub cannot be reached; InputError for a question that is too long for the model.
     """
     tasks, sources = _tasks(names, folder, questions)
     answers = {}
@@ -84,11 +80,10 @@ class ExactLengthModel(TemplateLM):
         too_long: TooLong = "refuse", longest: int | None = None,
     ):  # fmt: skip
         super().__init__()
-        self.model, self.encoder = model, encoder
+        self.model, self.encoder, self.too_long = model, encoder, too_long
         self.batch_size, self.precision = batch_size, precision
         self.progress: Callable[[int, int], None] | None = None
         """A callback with the number of answered requests of a task, and their total."""
-        self.too_long: TooLong = too_long
         self.longest = min(filter(None, (longest, longest_input(model))), default=None)
         self.cut: set[tuple[str, str]] = set()
         """Context and continuation of the requests whose context was cut."""
@@ -119,7 +114,7 @@ class ExactLengthModel(TemplateLM):
         if self.too_long == "refuse":
             raise InputError(
                 f"a question must have at most {self.longest:,} tokens, got {len(request.inputs):,}; --too-long cut "
-                f"shortens it at its beginning, as lm-eval does; it begins {text[0][:60]!r}"
+                f"shortens it at its beginning, {text[0][:60]!r}"
             )
         if len(tokens) > self.longest:
             raise InputError(f"a choice must have at most {self.longest:,} tokens, got {len(tokens):,}")

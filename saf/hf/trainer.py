@@ -79,7 +79,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         self.trainer: Any = None
         self._calibration, self._heldout = read_batches(calibration), read_batches(heldout) if heldout else []
         self._accept_loss = accept_loss
-        self._run: _Run | None = None
+        self._run: Any = None  # a `_Run` once training has begun
         if "gradient" in config.needs:
             raise UnsupportedError("a Trainer keeps no average of Q/K gradients; take another score")
         if config.trainable:
@@ -92,7 +92,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
     @property
     def events(self) -> list[EventRecord]:
         """The events so far, in order."""
-        return [] if self._run is None else list(self._run.events)
+        return list(self._run.events) if self._run else []
 
     def state(self) -> dict[str, Any]:
         """Return the settings, the schedule's state and the events so far, for a checkpoint."""
@@ -113,14 +113,13 @@ class FreezeCallback(TrainerCallback, ExportableState):
         self._check_trainer(args, state.max_steps)
         self._check_model(model, optimizer)
         if (stored := self._stored(state)) is None:
-            if self._run is not None and self._run.events and self._run.model is model:
+            if self.events and self._run.model is model:
                 raise InputError("this model was frozen before: pass resume_from_checkpoint=True, or a new callback")
             self._check_choice(model, state.max_steps)
         # A resumed schedule's shares refer to the original max_steps.
         updates = state.max_steps if stored is None else stored["updates"]
         layouts = [site.layout for site in adapter_for(model).sites()]
-        proposer = start_proposer(config, layouts, updates=updates, state=stored and stored["schedule"])
-        assert proposer is not None
+        proposer: Any = start_proposer(config, layouts, updates=updates, state=stored and stored["schedule"])
         folder = Path(args.output_dir)
         self._run = _Run(
             model=model,
@@ -143,7 +142,6 @@ class FreezeCallback(TrainerCallback, ExportableState):
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
         """Check the optimiser after its first step; apply the events after the last update."""
         run = self._run
-        assert run is not None
         if not run.stepped:
             check_editable(options["model"], options["optimizer"])
             run.stepped = True
@@ -157,12 +155,12 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Raise the LossError of an event after the last update. The Trainer has saved the model by now."""
-        if self._run is not None and self._run.refused is not None:
+        if self._run.refused is not None:
             raise self._run.refused
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
         """Pass the loss of an update to the schedule."""
-        if self._run is not None and logs and "loss" in logs:
+        if self._run and logs and "loss" in logs:
             self._run.proposer.observe(state.global_step, float(logs["loss"]))
 
     # --- events
@@ -170,7 +168,6 @@ class FreezeCallback(TrainerCallback, ExportableState):
     def _apply_due_(self, update: int, optimizer: Any) -> None:
         """Apply all events that the schedule proposes at an update."""
         run = self._run
-        assert run is not None
         run.updater.optimizer = optimizer
         while event := run.proposer.propose(update):
             run.proposer.done(event, self._apply_(run, resolve_event(event, run.config), update))
@@ -267,14 +264,10 @@ class _Run:
     updater: Any
     proposer: Proposer
     events: list[EventRecord]
-    updates: int
-    """Number of updates that the schedule's shares refer to."""
-    stepped: bool = False
-    """Whether the optimiser's state was checked, after its first step."""
-    guard: list[Tensor] | None = None
-    """Sequences that measure the last event's cost, which may refuse it; None for events that training follows."""
-    refused: LossError | None = None
-    """The error of an event after the last update, raised once everything is saved."""
+    updates: int  # that the schedule's shares refer to
+    stepped: bool = False  # whether the optimiser's state was checked, after its first step
+    guard: list[Tensor] | None = None  # sequences whose loss may refuse an event that no training follows
+    refused: LossError | None = None  # raised once everything is saved
 
     def say(self, text: str) -> None:
         """Do nothing: a Trainer prints its own progress."""

@@ -199,8 +199,7 @@ class Site(ABC):
         """Return the projections' parameters by role, each with the dimension of its heads' rows.
 
         Roles are `query`, `key`, `value` and `output`; biases of the first three are `query_bias` and so on. A fused
-        projection is named after its roles in order: `query_key_value`, `query_key_value_bias`. `rows_of` finds the
-        rows of one role in either form.
+        projection is named after its roles in order: `query_key_value`, `query_key_value_bias`.
         """
 
     def check(self, layout: HeadLayout) -> None:  # noqa: B027 - most layers execute every layout

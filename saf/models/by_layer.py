@@ -49,9 +49,8 @@ class CompiledByLayer:
         x, rotation = self._model.embeddings(input_ids)
         streams: Streams = (x, _zero_addition(x))
         for layer in self._layers:
-            streams = (
-                recompute_in_backward(layer, rotation, *streams) if self._recomputes else layer(rotation, *streams)
-            )
+            inputs = (rotation, *streams)
+            streams = recompute_in_backward(layer, *inputs) if self._recomputes else layer(*inputs)
         return self._loss(self._model.norm, self._model.embed.weight, targets, *streams)
 
 

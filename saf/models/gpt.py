@@ -82,7 +82,7 @@ class GPTConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "GPTConfig":
-        """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
+        """Build from `to_dict`'s form; raise InputError for unknown or missing fields."""
         try:
             return cls(**values)
         except TypeError as error:
@@ -174,11 +174,8 @@ class GPT(nn.Module):
         """Return the normalised final hidden states `[B, T, C]` of `input_ids [B, T]`."""
         x, rotation = self.embeddings(input_ids, left_pad)
         for layer in self.blocks:
-            x = (
-                recompute_in_backward(layer, x, rotation, left_pad)
-                if activation_checkpointing
-                else layer(x, rotation, left_pad)
-            )
+            inputs = (x, rotation, left_pad)
+            x = recompute_in_backward(layer, *inputs) if activation_checkpointing else layer(*inputs)
         return self.norm(x)
 
     def forward(
@@ -191,12 +188,10 @@ class GPT(nn.Module):
         of the loss. With `activation_checkpointing` the backward pass computes each layer again. Raises InputError for
         ids, targets or padding that cannot be used.
         """
-        left_pad = None
-        if attention_mask is not None:
-            if attention_mask.shape != input_ids.shape:
-                shapes = f"{list(input_ids.shape)}, got {list(attention_mask.shape)}"
-                raise InputError(f"attention_mask must have the shape of input_ids, {shapes}")
-            left_pad = left_padding(attention_mask)
+        if attention_mask is not None and attention_mask.shape != input_ids.shape:
+            shapes = f"{list(input_ids.shape)}, got {list(attention_mask.shape)}"
+            raise InputError(f"attention_mask must have the shape of input_ids, {shapes}")
+        left_pad = None if attention_mask is None else left_padding(attention_mask)
         if targets is not None and (targets.is_floating_point() or targets.dtype == torch.bool):
             raise InputError(f"targets must be whole numbers; got {shown(targets)}")
         hidden = self.hidden(input_ids, left_pad, activation_checkpointing=activation_checkpointing)
@@ -211,10 +206,7 @@ class GPT(nn.Module):
 
 
 class _SkipInit(TorchFunctionMode):
-    """Skip the weight initialisation of modules.
-
-    The "meta" device would skip it too, but its code imports PyTorch's compiler, which takes seconds.
-    """
+    """Skip weight initialisation, as the "meta" device does too, but without importing PyTorch's compiler."""
 
     def __torch_function__(self, function: Any, _: Any, args: Any = (), named: Any = None) -> Any:
         named = named or {}
@@ -267,8 +259,7 @@ class Attention(LayoutMixin):
         projections = (nn.Linear(hidden_size, hidden_size, bias=False) for _ in range(4))
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = projections
         self.live = LiveAttention()
-        # Registered as a submodule at once: code compiled before heads froze is then valid again after `uninstall_`.
-        self.register_module("frozen", None)
+        self.register_module("frozen", None)  # so code compiled before heads froze is valid again after `uninstall_`
         self.removed: Mapping[str, Mapping[int, Mapping[str, Tensor]]] = {}
 
     def weights(self) -> dict[str, Tensor]:
@@ -383,10 +374,7 @@ def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """The rotation, whose gradient is the inverse rotation.
-
-    Autograd's own backward pass would scatter slices and write a float32 copy when compiled.
-    """
+    """The rotation; compiled, autograd's own backward pass would scatter slices and write a float32 copy."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
