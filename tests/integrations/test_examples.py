@@ -13,6 +13,7 @@ import torch
 import saf
 from saf.cli import main
 
+pytest.importorskip("accelerate")
 pytest.importorskip("transformers")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -20,7 +21,7 @@ SCRIPTS = sorted(EXAMPLES.glob("huggingface_*.py"))
 
 
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_it_runs(path, hf, tmp_path, monkeypatch, capsys):
+def test_it_runs(path, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(path), str(tmp_path / "folder")])
     with torch.random.fork_rng():
         torch.default_generator.manual_seed(0)
@@ -53,7 +54,7 @@ def test_a_sharded_loop_freezes_in_two_processes(tmp_path):
     assert len(json.loads((tmp_path / "saf.json").read_text())["layers"]) > 0
 
 
-def test_two_arms_are_pretrained_and_their_record_is_a_result(hf, tmp_path, monkeypatch, capsys):
+def test_two_arms_are_pretrained_and_their_record_is_a_result(tmp_path, monkeypatch, capsys):
     texts = [" ".join(f"{7 * word * number % 101}" for word in range(400)) for number in range(1, 61)]
     (tmp_path / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
     words = ("--vocab-size", "300", "--heldout-fraction", "0.4")

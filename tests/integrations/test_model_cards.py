@@ -1,25 +1,18 @@
 """Model cards list frozen heads and what freezing cost, in folders and on the hub."""
 
 import re
-import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import EntryNotFoundError
 
 import saf
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.hf.pretrained import record_cost_
-from saf.models.adapter import adapter_for
+from tests.integrations.training import Hub, frozen, opened
 from tests.transformers_models import make, tokens
-
-transformers = pytest.importorskip("transformers")
-
-from huggingface_hub import ModelCard  # noqa: E402
-from huggingface_hub.errors import EntryNotFoundError  # noqa: E402
-
-import saf.integrations.transformers  # noqa: E402
 
 
 def frozen_llama(**options):
@@ -32,14 +25,6 @@ def logits(model):
         return model(tokens(2, seed=6), use_cache=False).logits
 
 
-def opened(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder)
-
-
-def card_of(folder):
-    return (folder / "README.md").read_text()
-
-
 def frozen_in(card):
     """The heads that the map of a card marks as frozen."""
     rows = re.findall(r"^layer +\d+  (\S+)$", card, re.MULTILINE)
@@ -48,21 +33,22 @@ def frozen_in(card):
 
 def test_the_card_maps_the_heads_that_are_frozen_now_and_keeps_what_people_wrote(tmp_path):
     model, report = frozen_llama(count=4)
-    (tmp_path / "README.md").write_text("# Mine\n")
+    path = tmp_path / "README.md"
+    path.write_text("# Mine\n")
     model.save_pretrained(tmp_path)
-    card = card_of(tmp_path)
+    card = path.read_text()
     assert card.startswith("# Mine\n")
     assert frozen_in(card) == report.heads
     assert report.statistics.sequences_hash[:16] in card
     assert f"calibration loss {report.loss.before:.4f} nats before" in card
     for line in ("one thing", "another"):
         record_cost_(tmp_path, line)
-    assert card_of(tmp_path).count("what freezing cost") == 1
+    assert path.read_text().count("what freezing cost") == 1
     again, first = opened(tmp_path), next(iter(report.heads))
     saf.freeze_(again, [tokens()], saf.FreezeConfig(count=2, max_fit_kl=99))
-    saf.uninstall_(again, adapter_for(again).heads("frozen") - HeadSet([first]))
+    saf.uninstall_(again, frozen(again) - HeadSet([first]))
     again.save_pretrained(tmp_path)
-    card = card_of(tmp_path)
+    card = path.read_text()
     assert frozen_in(card) == HeadSet([first])
     assert card.count("## Frozen attention heads") == 1
     assert "4 heads frozen (1 of them still) by variance" in card
@@ -72,44 +58,26 @@ def test_the_card_maps_the_heads_that_are_frozen_now_and_keeps_what_people_wrote
         record_cost_(tmp_path / "elsewhere", "a cost")
 
 
-class Hub:
-    """A hub in a folder, which keeps the files that a model sends."""
-
-    def __init__(self, folder):
-        self.folder = folder
-
-    def __call__(self):
-        return self
-
-    def create_repo(self, name, **_):
-        return SimpleNamespace(repo_id=name)
-
-    def create_commit(self, *, operations, **_):
-        self.folder.mkdir(exist_ok=True)
-        for each in operations:
-            shutil.copy(each.path_or_fileobj, self.folder / each.path_in_repo)
-
-    def load(self, name, **_):
-        """Return the repository's card, in the place of `ModelCard.load`."""
-        if not (self.folder / "README.md").is_file():
-            raise EntryNotFoundError("no card")
-        return ModelCard(card_of(self.folder))
-
-
 def test_a_pushed_model_opens_and_its_card_has_the_section(tmp_path, monkeypatch):
     hub = Hub(tmp_path / "hub")
+
+    def load(name, **_):
+        if not (hub.folder / "README.md").is_file():
+            raise EntryNotFoundError("no card")
+        return ModelCard(hub.card)
+
     for place in ("transformers.utils.hub.hf_api", "transformers.modeling_utils.hf_api"):
         monkeypatch.setattr(place, hub)
-    monkeypatch.setattr(ModelCard, "load", hub.load)
+    monkeypatch.setattr(ModelCard, "load", load)
     model, _ = frozen_llama(count=3)
     model.push_to_hub("me/frozen")
     assert torch.equal(logits(opened(hub.folder)), logits(model))
-    assert len(frozen_in(card_of(hub.folder))) == 3
+    assert len(frozen_in(hub.card)) == 3
     # From now on the repository has a card, which people may write in.
-    (hub.folder / "README.md").write_text(f"{card_of(hub.folder)}\nThanks.\n")
+    (hub.folder / "README.md").write_text(f"{hub.card}\nThanks.\n")
     saf.prune_(model, HeadSet([(2, 3)]))
     model.save_pretrained(tmp_path / "folder", push_to_hub=True, repo_id="me/frozen")
     assert torch.equal(logits(opened(hub.folder)), logits(model))
-    assert card_of(hub.folder).endswith("\nThanks.\n")
-    assert "3 frozen and 1 pruned" in card_of(hub.folder)
-    assert card_of(hub.folder).count("## Frozen attention heads") == 1
+    assert hub.card.endswith("\nThanks.\n")
+    assert "3 frozen and 1 pruned" in hub.card
+    assert hub.card.count("## Frozen attention heads") == 1

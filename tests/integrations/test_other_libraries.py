@@ -7,11 +7,8 @@ import saf
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.models.adapter import adapter_for
+from tests.integrations.training import opened, trainer
 from tests.transformers_models import freeze, make, tokens
-
-transformers = pytest.importorskip("transformers")
-
-import saf.integrations.transformers  # noqa: E402
 
 CONFIG = saf.FreezeConfig(count=3, max_fit_kl=99)
 
@@ -43,13 +40,11 @@ def test_lora_on_attention_is_refused_before_freezing_and_merged_it_is_frozen(fa
     assert len(saf.freeze_(merged, [tokens()], CONFIG).heads) == 3
 
 
-def test_lora_elsewhere_stays_when_heads_freeze_but_under_a_trainer(hf, tmp_path):
+def test_lora_elsewhere_stays_when_heads_freeze_but_under_a_trainer(tmp_path):
     adapted = with_lora(make("llama"), "up_proj")
     freezing = saf.integrations.transformers.FreezeCallback(CONFIG, [tokens()])
-    args = hf.TrainingArguments(str(tmp_path), use_cpu=True, max_steps=2, report_to=[])
-    rows = [{"input_ids": row, "labels": row} for row in tokens(4)]
     with pytest.raises(UnsupportedError, match="adapters alone"):
-        hf.Trainer(adapted, args, train_dataset=rows, callbacks=[freezing]).train()
+        trainer(tmp_path, freezing, model=adapted).train()
     base = adapted.get_base_model()
     report = saf.freeze_(base, [tokens()], CONFIG)
     assert adapter_for(base).heads("frozen") == report.heads
@@ -80,8 +75,7 @@ def test_lora_after_freezing_trains_merges_and_opens_on_the_saved_model(family, 
     assert losses[-1] < losses[0]
     adapted.save_pretrained(tmp_path / "adapter")
     peft = pytest.importorskip("peft")
-    base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "frozen")
-    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter").eval()
+    again = peft.PeftModel.from_pretrained(opened(tmp_path, "frozen"), tmp_path / "adapter").eval()
     torch.testing.assert_close(logits(again), logits(adapted))
     with pytest.raises(UnsupportedError, match="merge adapters"):
         saf.uninstall_(again)

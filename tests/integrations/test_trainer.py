@@ -1,9 +1,6 @@
 """FreezeCallback: heads freeze inside a Trainer, whose checkpoints hold everything and go on bit for bit."""
 
 import shutil
-from concurrent.futures import Future
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,65 +8,23 @@ import torch
 import saf
 from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
 from saf.models.adapter import adapter_for
+from tests.integrations.training import CONFIG, UPDATES, Hub, Killed, frozen, opened, same, trainer, transformers
 from tests.transformers_models import LENGTH, make, tokens
 
-transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
 
-from saf.integrations.transformers import FreezeCallback, text_sequences  # noqa: E402
-
-CONFIG = saf.FreezeConfig(count=4, max_fit_kl=99)
-UPDATES = 8
-
-
-def labelled(ids):
-    """Sequences as their own labels."""
-    return [{"input_ids": row, "labels": row} for row in ids]
-
-
-class Killed(transformers.TrainerCallback):
-    """Stop abruptly after so many updates."""
-
-    def __init__(self, after: int):
-        self.after = after
-
-    def on_step_end(self, args, state, control, **_):
-        if state.global_step == self.after:
-            raise KeyboardInterrupt
+from saf.integrations.transformers import FreezeCallback, text_sequences
 
 
 def callback(schedule=None, config=CONFIG, **options):
     return FreezeCallback(config, [tokens()], schedule or saf.OneTime(0.5), **options)
 
 
-def trainer(hf, folder, *callbacks, family="llama", model=None, rows=None, **options):
-    settings = {"use_cpu": True, "max_steps": UPDATES, "per_device_train_batch_size": 4, "save_steps": 2}
-    settings |= {"logging_steps": 1, "learning_rate": 1e-2, "report_to": [], "disable_tqdm": True}
-    model = make(family) if model is None else model
-    args = hf.TrainingArguments(str(folder), **settings | options)
-    train, evaluation = tokens(24, seed=9) if rows is None else rows, tokens(4, seed=3)
-    options = {"train_dataset": labelled(train), "eval_dataset": labelled(evaluation)}
-    return hf.Trainer(model, args, callbacks=list(callbacks), **options)
-
-
-def frozen(model):
-    return adapter_for(model).heads("frozen")
-
-
-def opened(*path):
-    return transformers.AutoModelForCausalLM.from_pretrained(Path(*path))
-
-
 def times(callback):
     return [(event.kind, event.update) for event in callback.events]
 
 
-def same(one, other):
-    """Two models with the same heads, weights and patterns, bit for bit."""
-    mine, yours = one.state_dict(), other.state_dict()
-    return mine.keys() == yours.keys() and all(torch.equal(mine[name], yours[name]) for name in mine)
-
-
-def test_it_is_the_loop_that_freezes_by_hand(hf, tmp_path):
+def test_it_is_the_loop_that_freezes_by_hand(tmp_path):
     row, model = tokens(1, seed=9), make("qwen3")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for update in range(6):
@@ -82,7 +37,7 @@ def test_it_is_the_loop_that_freezes_by_hand(hf, tmp_path):
     one, freezing = make("qwen3"), callback()
     theirs = torch.optim.AdamW(one.parameters(), lr=1e-3)
     constant = torch.optim.lr_scheduler.LambdaLR(theirs, lambda _: 1.0)
-    run = trainer(hf, tmp_path, freezing, model=one, rows=row, max_steps=6, max_grad_norm=0.0, save_strategy="no")
+    run = trainer(tmp_path, freezing, model=one, rows=row, max_steps=6, max_grad_norm=0.0, save_strategy="no")
     run.optimizer, run.lr_scheduler = theirs, constant
     run.train()
     assert frozen(one) == report.heads
@@ -96,53 +51,42 @@ def test_it_is_the_loop_that_freezes_by_hand(hf, tmp_path):
 
 
 SCHEDULES = {
-    "one_time": (saf.OneTime(0.5), ["freeze"]),
-    "gradual": (saf.Gradual(begin=3, end=5, groups=2), ["freeze"] * 2),
-    "undone": (saf.ValidationBudget(budget=0.0, begin=4, every=3), ["freeze", "undo"] * 2),
+    "one_time": (saf.OneTime(0.5), CONFIG, ["freeze"], "llama"),
+    "gradual": (
+        saf.Gradual(begin=3, end=5, groups=2),
+        saf.FreezeConfig(count=4, operation="prune"),
+        ["prune"] * 2,
+        "gpt2",
+    ),
+    "undone": (saf.ValidationBudget(budget=0.0, begin=4, every=3), CONFIG, ["freeze", "undo"] * 2, "llama"),
 }
 
 
-@pytest.mark.parametrize(
-    ("schedule", "family"), [*((name, "llama") for name in SCHEDULES if name != "gradual"), ("gradual", "gpt2")]
-)
-def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, family, hf, tmp_path):
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, tmp_path):
+    when, config, kinds, family = SCHEDULES[schedule]
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "family": family}
-    when, kinds = SCHEDULES[schedule]
 
     def new_callback():
-        return callback(when, heldout=[tokens(2, seed=11)])  # whose loss rises by freezing
+        return callback(when, config, heldout=[tokens(2, seed=11)])  # whose loss rises by freezing
 
-    whole = trainer(hf, tmp_path / "whole", first := new_callback(), **options)
+    whole = trainer(tmp_path / "whole", first := new_callback(), **options)
     whole.train()
     assert [event.kind for event in first.events] == kinds
-    for after in (3, 7) if schedule == "one_time" and family == "llama" else (5,):
+    for after in (3, 7) if schedule == "one_time" else (5,):
         folder = tmp_path / str(after)
         if after == 3:  # an earlier training leaves its files about heads in checkpoint-2
-            trainer(hf, folder, callback(saf.OneTime(1)), max_steps=2, **options).train()
+            trainer(folder, callback(saf.OneTime(1)), max_steps=2, **options).train()
             assert (folder / "checkpoint-2" / "saf.json").is_file()
         with pytest.raises(KeyboardInterrupt):
-            trainer(hf, folder, new_callback(), Killed(after), **options).train()
-        again = trainer(hf, folder, resumed := new_callback(), **options)
+            trainer(folder, new_callback(), Killed(after), **options).train()
+        again = trainer(folder, resumed := new_callback(), **options)
         again.train(resume_from_checkpoint=True)
         assert same(again.model, whole.model), after
         mine, yours = ([(one.kind, one.update, one.heads) for one in each.events] for each in (resumed, first))
         assert mine == yours
         states = [each.state()["attributes"]["progress"]["schedule"] for each in (resumed, first)]
         assert states[0] == states[1]
-
-
-def test_checkpoints_open_and_gradient_checkpointing_changes_nothing(hf, tmp_path):
-    family = "qwen3"
-    run = trainer(hf, tmp_path / "one", callback(), family=family)
-    run.train()
-    saved = opened(tmp_path, "one", f"checkpoint-{UPDATES}")
-    assert same(saved, run.model)
-    assert len(frozen(saved)) == 4
-    assert "after update 4" in (tmp_path / "one" / f"checkpoint-{UPDATES}" / "README.md").read_text()
-    assert not len(frozen(opened(tmp_path, "one", "checkpoint-4")))
-    lean = trainer(hf, tmp_path / "two", callback(), family=family, gradient_checkpointing=True)
-    lean.train()
-    assert same(lean.model, run.model)
 
 
 EXECUTIONS = {
@@ -152,11 +96,11 @@ EXECUTIONS = {
 
 
 @pytest.mark.parametrize("execution", [pytest.param("compiled", marks=pytest.mark.slow), "bf16"])
-def test_compiled_or_in_bf16_it_freezes_the_same_heads_and_loses_the_same(execution, hf, tmp_path):
+def test_compiled_or_in_bf16_it_freezes_the_same_heads_and_loses_the_same(execution, tmp_path):
     pytest.importorskip("accelerate.utils.dataclasses")  # these are its work
     options, tolerance = EXECUTIONS[execution]
     schedule, few = saf.Gradual(begin=2, end=4, groups=2), {"max_steps": 6, "save_strategy": "no"}
-    plain, run = (trainer(hf, tmp_path, callback(schedule), **few | some) for some in ({}, options))
+    plain, run = (trainer(tmp_path, callback(schedule), **few | some) for some in ({}, options))
     for each in (plain, run):
         each.train()
     assert frozen(run.model) == frozen(plain.model)
@@ -169,9 +113,9 @@ def test_compiled_or_in_bf16_it_freezes_the_same_heads_and_loses_the_same(execut
 
 
 @pytest.mark.parametrize("last", [True, False])
-def test_the_best_model_comes_with_its_own_heads(last, hf, tmp_path):
+def test_the_best_model_comes_with_its_own_heads(last, tmp_path):
     options = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 2, "save_total_limit": 2}
-    run = trainer(hf, tmp_path, callback(), greater_is_better=not last, **options)
+    run = trainer(tmp_path, callback(), greater_is_better=not last, **options)
     run.train()
     best = run.state.best_global_step
     assert (best == 2) is not last
@@ -180,27 +124,21 @@ def test_the_best_model_comes_with_its_own_heads(last, hf, tmp_path):
     run.evaluate()
 
 
-def test_it_goes_on_from_ordinary_training_and_a_frozen_model_trains_without_it(hf, tmp_path):
-    trainer(hf, tmp_path, max_steps=4).train()
+def test_it_goes_on_from_ordinary_training_and_a_frozen_model_trains_without_it(tmp_path):
+    trainer(tmp_path, max_steps=4).train()
     freezing = callback(saf.OneTime(6))
-    run = trainer(hf, tmp_path, freezing, max_steps=UPDATES)
+    run = trainer(tmp_path, freezing, max_steps=UPDATES)
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert times(freezing) == [("freeze", 6)]
-    on = trainer(hf, tmp_path / "on", model=opened(tmp_path, f"checkpoint-{UPDATES}"), max_steps=4)
+    assert not len(frozen(opened(tmp_path, "checkpoint-6")))
+    assert same(opened(tmp_path, f"checkpoint-{UPDATES}"), run.model)
+    assert "after update 6" in (tmp_path / f"checkpoint-{UPDATES}" / "README.md").read_text()
+    on = trainer(tmp_path / "on", model=opened(tmp_path, f"checkpoint-{UPDATES}"), max_steps=4)
     on.train()
-    more = trainer(hf, tmp_path / "on", model=opened(tmp_path, "on", "checkpoint-2"), max_steps=4)
+    more = trainer(tmp_path / "on", model=opened(tmp_path, "on", "checkpoint-2"), max_steps=4)
     more.train(resume_from_checkpoint=str(tmp_path / "on" / "checkpoint-2"))
     assert same(more.model, on.model)
     assert frozen(more.model) == frozen(run.model)
-
-
-def test_heads_are_pruned_after_the_last_update_where_the_settings_say_so(hf, tmp_path):
-    freezing = callback(saf.OneTime(1.0), config=saf.FreezeConfig(count=3, operation="prune"))
-    run = trainer(hf, tmp_path, freezing, max_steps=4)
-    run.train()
-    assert times(freezing) == [("prune", 4)]
-    assert len(adapter_for(run.model).heads("pruned")) == 3
-    assert same(opened(tmp_path, "checkpoint-4"), run.model)
 
 
 REFUSED = {
@@ -229,22 +167,22 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_cannot_work_is_refused_before_training(case, hf, tmp_path):
+def test_what_cannot_work_is_refused_before_training(case, tmp_path):
     kind, new_callback, options = REFUSED[case]
     model, more = options.get("model", lambda: None)(), options.get("more", list)()
     options = {name: value for name, value in options.items() if name not in ("model", "more")}
     with pytest.raises(kind):
-        trainer(hf, tmp_path / "run", new_callback(), *more, model=model, **options).train()
+        trainer(tmp_path / "run", new_callback(), *more, model=model, **options).train()
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 
 
-def test_another_setting_and_damaged_files_stop_a_resumption(hf, tmp_path):
-    trainer(hf, tmp_path, callback()).train()
+def test_another_setting_and_damaged_files_stop_a_resumption(tmp_path):
+    trainer(tmp_path, callback()).train()
     with pytest.raises(InputError, match="the checkpoint's settings"):
-        trainer(hf, tmp_path, callback(config=saf.FreezeConfig(count=3))).train(resume_from_checkpoint=True)
+        trainer(tmp_path, callback(config=saf.FreezeConfig(count=3))).train(resume_from_checkpoint=True)
     shutil.copy(tmp_path / "checkpoint-6" / "model.safetensors", tmp_path / f"checkpoint-{UPDATES}" / "saf.safetensors")
     with pytest.raises(CheckpointError, match=r"saf\.safetensors is damaged"):
-        trainer(hf, tmp_path, callback()).train(resume_from_checkpoint=True)
+        trainer(tmp_path, callback()).train(resume_from_checkpoint=True)
 
 
 class Tokenizer:
@@ -253,8 +191,7 @@ class Tokenizer:
     bos_token_id, eos_token_id = 1, 2
 
     def __call__(self, text, add_special_tokens):
-        assert not add_special_tokens
-        return {"input_ids": [int(word) for word in text.split()]}
+        return {"input_ids": [1] * add_special_tokens + [int(word) for word in text.split()]}
 
 
 def test_text_becomes_sequences_of_one_length():
@@ -262,40 +199,17 @@ def test_text_becomes_sequences_of_one_length():
     found = torch.cat(text_sequences(text, Tokenizer(), length=8, count=4, batch_size=3))
     assert found.flatten().tolist() == [*range(3, 18), 2, *range(20, 36)]
     begun = torch.cat(text_sequences(text, Tokenizer(), length=8, count=4, bos=True))
-    assert begun[:, 0].tolist() == [1] * 4
-    assert begun[:, 1:].flatten().tolist() == [*range(3, 18), 2, *range(20, 32)]
+    assert torch.equal(begun, torch.cat([torch.ones(4, 1), found.flatten()[:28].view(4, 7)], 1))
     for texts, length in ((text, 40), (text[0], 8), (text, 0)):
         with pytest.raises(InputError):
             text_sequences(texts, Tokenizer(), length=length, count=4)
 
 
-class Hub:
-    """A hub in a folder: it keeps what a Trainer sends, each time anew."""
-
-    def __init__(self, folder):
-        self.folder, self.frozen = folder, []
-        """The number of frozen heads each time."""
-
-    def __call__(self):
-        return self
-
-    def create_repo(self, name, **_):
-        return SimpleNamespace(repo_id=name)
-
-    def upload_folder(self, *, folder_path, ignore_patterns, **_):
-        shutil.rmtree(self.folder, ignore_errors=True)
-        shutil.copytree(folder_path, self.folder, ignore=shutil.ignore_patterns(*ignore_patterns))
-        self.frozen.append(len(frozen(opened(self.folder))))
-        done = Future()
-        done.set_result(None)
-        return done
-
-
-def test_what_a_trainer_pushes_has_the_files_about_heads_and_its_card_their_section(hf, tmp_path, monkeypatch):
+def test_what_a_trainer_pushes_has_the_files_about_heads_and_its_card_their_section(tmp_path, monkeypatch):
     hub = Hub(tmp_path / "hub")
     monkeypatch.setattr("transformers.trainer.hf_api", hub)
     options = {"push_to_hub": True, "hub_model_id": "me/frozen", "hub_always_push": True}
-    run = trainer(hf, tmp_path / "run", callback(), **options)
+    run = trainer(tmp_path / "run", callback(), **options)
     run.train()
     assert hub.frozen == [0, 0, 4, 4]
     run.push_to_hub()  # writes a card of the Trainer's own
@@ -305,11 +219,11 @@ def test_what_a_trainer_pushes_has_the_files_about_heads_and_its_card_their_sect
     assert same(opened(hub.folder), run.model)
 
 
-def test_a_second_call_of_train_is_refused_on_the_frozen_model_and_goes_on_where_it_resumes(hf, tmp_path):
+def test_a_second_call_of_train_is_refused_on_the_frozen_model_and_goes_on_where_it_resumes(tmp_path):
     freezing = callback()
-    run = trainer(hf, tmp_path, freezing)
+    run = trainer(tmp_path, freezing)
     run.train()
-    for again in (run, trainer(hf, tmp_path, freezing, model=run.model)):
+    for again in (run, trainer(tmp_path, freezing, model=run.model)):
         with pytest.raises(InputError, match="resume_from_checkpoint=True"):
             again.train()
     run.args.max_steps = UPDATES + 2
@@ -317,18 +231,18 @@ def test_a_second_call_of_train_is_refused_on_the_frozen_model_and_goes_on_where
     assert run.state.global_step == UPDATES + 2
     assert times(freezing) == [("freeze", 4)]
     more = callback(config=saf.FreezeConfig(count=2, max_fit_kl=99))
-    trainer(hf, tmp_path / "more", more, model=run.model, max_steps=2, save_strategy="no").train()
+    trainer(tmp_path / "more", more, model=run.model, max_steps=2, save_strategy="no").train()
     assert len(frozen(run.model)) == 6
-    trainer(hf, tmp_path / "other", freezing, max_steps=4).train()
+    trainer(tmp_path / "other", freezing, max_steps=4).train()
     assert times(freezing) == [("freeze", 2)]
 
 
-def test_the_rest_of_several_events_comes_when_it_was_to_come(hf, tmp_path):
+def test_the_rest_of_several_events_comes_when_it_was_to_come(tmp_path):
     """Shares are of the training that began, also where it goes on for longer."""
     schedule = saf.Gradual(0.5, 0.75, groups=2)
-    trainer(hf, tmp_path, callback(schedule), save_steps=1).train()
+    trainer(tmp_path, callback(schedule), save_steps=1).train()
     freezing = callback(schedule)
-    run = trainer(hf, tmp_path, freezing, max_steps=20, save_strategy="no")
+    run = trainer(tmp_path, freezing, max_steps=20, save_strategy="no")
     run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
     assert times(freezing) == [("freeze", 4), ("freeze", 6)]
     assert len(frozen(run.model)) == 4
@@ -358,10 +272,10 @@ def spoken(model):
     return ids
 
 
-def test_an_event_chooses_by_joint_cost_and_is_a_metric(hf, tmp_path):
+def test_an_event_chooses_by_joint_cost_and_is_a_metric(tmp_path):
     text, config = [tokens(4, LENGTH, seed=5)], saf.FreezeConfig(rate=0.25, budget=9.0, max_fit_kl=99)
     event = callback(saf.OneTime(2), config, heldout=text)
-    run = trainer(hf, tmp_path, event, max_steps=3, save_strategy="no")
+    run = trainer(tmp_path, event, max_steps=3, save_strategy="no")
     run.train()
     (metrics,) = [entry for entry in run.state.log_history if "frozen_heads" in entry]
     assert (metrics["step"], metrics["frozen_heads"]) == (2, len(frozen(run.model)))
@@ -369,19 +283,19 @@ def test_an_event_chooses_by_joint_cost_and_is_a_metric(hf, tmp_path):
         assert metrics[f"heldout_{name}"] == event.events[0].values[name]
 
 
-def test_after_the_last_update_a_rise_is_refused_and_what_was_trained_is_saved(hf, tmp_path):
+def test_after_the_last_update_a_rise_is_refused_and_what_was_trained_is_saved(tmp_path):
     text, options = spoken(sharp()), {"learning_rate": 1e-9, "save_steps": 2, "max_steps": 2}
-    ordinary = trainer(hf, tmp_path / "ordinary", model=sharp(), **options)
+    ordinary = trainer(tmp_path / "ordinary", model=sharp(), **options)
     ordinary.train()
     event = callback(saf.OneTime(1.0), ALL, heldout=[text])
-    refused = trainer(hf, tmp_path / "refused", event, model=sharp(), **options)
+    refused = trainer(tmp_path / "refused", event, model=sharp(), **options)
     with pytest.raises(LossError, match="accept_loss"):
         refused.train()
     assert event.events == []
     assert same(refused.model, ordinary.model)
     assert same(opened(tmp_path, "refused", "checkpoint-2"), ordinary.model)
     event = callback(saf.OneTime(1.0), ALL, heldout=[text], accept_loss=True)
-    run = trainer(hf, tmp_path / "accepted", event, model=sharp(), **options)
+    run = trainer(tmp_path / "accepted", event, model=sharp(), **options)
     run.train()
     assert len(frozen(run.model)) == 12
     assert event.events[0].values["loss_after"] > event.events[0].values["loss_before"] + 0.05
