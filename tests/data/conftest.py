@@ -1,4 +1,4 @@
-"""Small corpora, and the documents of a prepared folder."""
+"""A small corpus, its prepared folder, and the documents of a prepared folder."""
 
 import json
 import random
@@ -12,18 +12,9 @@ from saf.data import PARTITIONS, TokenData, prepare
 WORDS = ["the", "head", "looks", "back", "at", "every", "token", "before", "it", "and", "mixes", "what"]
 
 
-def corpus(count: int = 120, seed: int = 0) -> list[str]:
-    """Different documents of uneven length."""
-    drawn = random.Random(seed)
-    return [
-        f"Document {n}\n" + "\n\n".join(" ".join(drawn.choices(WORDS, k=12)) for _ in range(drawn.randint(1, 12)))
-        for n in range(count)
-    ]
-
-
-def lines(texts, **fields) -> bytes:
+def lines(texts) -> bytes:
     """JSON Lines, one object for each text."""
-    return b"".join(json.dumps({"text": text, **fields}).encode() + b"\n" for text in texts)
+    return b"".join(json.dumps({"text": text}).encode() + b"\n" for text in texts)
 
 
 def jsonl(path: Path, texts) -> Path:
@@ -32,28 +23,25 @@ def jsonl(path: Path, texts) -> Path:
     return path
 
 
-def partition_documents(data: TokenData, partition: str) -> list[str]:
-    """The documents of a partition in order."""
-    if not data.num_tokens(partition):
-        return []
-    ids, tokenizer = np.asarray(data.tokens(partition)), data.tokenizer()
-    parts = np.split(ids, np.flatnonzero(ids == data.eot_id) + 1)
-    assert len(parts.pop()) == 0, "every document is ended"
-    return [tokenizer.decode(part[:-1]) for part in parts]
-
-
-def documents(source, out: Path, **settings) -> list[str]:
-    """Prepare a source and return the documents of all partitions, sorted."""
-    options = {"heldout_fraction": 0.4, "vocab_size": 257, **settings}
-    prepare(str(source), out, **options)
-    data = TokenData.open(out)
-    return sorted(text for name in PARTITIONS for text in partition_documents(data, name))
+def partition_documents(data: TokenData, *partitions: str) -> list[str]:
+    """The documents of partitions, by default of all, in order."""
+    documents, tokenizer = [], data.tokenizer()
+    for partition in filter(data.num_tokens, partitions or PARTITIONS):
+        ids = np.asarray(data.tokens(partition))
+        parts = np.split(ids, np.flatnonzero(ids == data.eot_id) + 1)
+        assert len(parts.pop()) == 0, "every document is ended"
+        documents += [tokenizer.decode(part[:-1]) for part in parts]
+    return documents
 
 
 @pytest.fixture(scope="session")
 def texts() -> list[str]:
     """120 different documents of uneven length."""
-    return corpus()
+    drawn = random.Random(0)
+    return [
+        f"Document {n}\n" + "\n\n".join(" ".join(drawn.choices(WORDS, k=12)) for _ in range(drawn.randint(1, 12)))
+        for n in range(120)
+    ]
 
 
 @pytest.fixture(scope="session")

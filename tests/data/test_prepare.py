@@ -14,10 +14,6 @@ from saf.errors import DataError, InputError, SafWarning
 from tests.data.conftest import jsonl, partition_documents
 
 
-def heldout_documents(data: TokenData) -> list[str]:
-    return list(chain(*(partition_documents(data, name) for name in PARTITIONS[1:])))
-
-
 def test_every_document_lands_in_exactly_one_partition(prepared, texts):
     data = TokenData.open(prepared, verify=True)
     parts = {name: partition_documents(data, name) for name in PARTITIONS}
@@ -26,8 +22,7 @@ def test_every_document_lands_in_exactly_one_partition(prepared, texts):
     counts = np.array([data.num_tokens(name) for name in PARTITIONS])
     assert counts[1:].sum() / counts.sum() == pytest.approx(0.3, abs=0.03)
     assert counts[1:].max() <= 1.1 * counts[1:].min()
-    for name in PARTITIONS:
-        facts = data.index["partitions"][name]
+    for name, facts in data.index["partitions"].items():
         assert (facts["documents"], facts["bytes"]) == (len(parts[name]), len("".join(parts[name]).encode()))
 
 
@@ -39,10 +34,7 @@ def test_every_document_lands_in_exactly_one_partition(prepared, texts):
             {"seed": 11, "heldout_fraction": 0.1},
             ["e8e70b8546d0eaa0", "e756d37adcb68e61", "62b8ee738413da8c", "378fc8c313f10c1d"],
         ),
-        (
-            {"split_characters": 200},
-            ["288db4196a6bfe85", "20044c32b2e425b6", "2051efeec036bfff", "b9f7e4503c4f4630"],
-        ),
+        ({"split_characters": 200}, ["288db4196a6bfe85", "20044c32b2e425b6", "2051efeec036bfff", "b9f7e4503c4f4630"]),
         (
             {"max_bytes": 30_000, "heldout_fraction": 0.5, "calibration_from": "train"},
             ["a30044b51026d136", None, "767cfb2afdde5c63", "3604badfbc9a8d0b"],
@@ -67,11 +59,11 @@ def test_of_few_documents_the_fraction_is_held_out_but_for_long_ones(tmp_path):
     texts = [f"{number} " + "word " * (20 if number < 12 else 3_000) for number in range(24)]
     with pytest.warns(SafWarning, match=r"0\.[0-9]% of the tokens are held out instead of 5\.0%"):
         data = prepare(jsonl(tmp_path / "long.jsonl", texts), tmp_path / "long", vocab_size=270)
-    assert max(map(len, heldout_documents(data))) < 200
+    assert max(map(len, partition_documents(data, *PARTITIONS[1:]))) < 200
 
 
-@pytest.mark.parametrize("tokenizer_bytes", [2**24, 50_000])
-def test_the_tokenizer_learns_from_a_share_of_the_text_and_nothing_that_is_held_out(tmp_path, tokenizer_bytes):
+@pytest.mark.parametrize(("tokenizer_bytes", "least"), [(2**24, 30), (50_000, 10)])
+def test_the_tokenizer_learns_from_a_share_of_the_text_and_nothing_that_is_held_out(tmp_path, tokenizer_bytes, least):
     """Every document repeats a word of its own, which is one token where the tokenizer learned from it."""
     drawn = np.random.default_rng(0)
     words = ["".join(drawn.choice(list("abcdefghijklmnopqrstuvwxyz"), 10)) for _ in range(80)]
@@ -80,11 +72,12 @@ def test_the_tokenizer_learns_from_a_share_of_the_text_and_nothing_that_is_held_
     data = prepare(source, tmp_path / "data", **options)
     assert data.index["tokenizer"]["trained_on"]["bytes"] <= tokenizer_bytes
 
-    def learned(texts: list[str]) -> int:
-        return sum(len(data.tokenizer().encode(" " + text.split()[0])) == 1 for text in texts)
+    def learned(*partitions: str) -> int:
+        documents = partition_documents(data, *partitions)
+        return sum(len(data.tokenizer().encode(" " + text.split()[0])) == 1 for text in documents)
 
-    assert learned(heldout_documents(data)) == 0
-    assert learned(partition_documents(data, "train")) > (30 if tokenizer_bytes == 2**24 else 10)
+    assert learned(*PARTITIONS[1:]) == 0
+    assert learned("train") > least
 
 
 def test_heldout_sources_are_divided_and_repeats_are_dropped(texts, tmp_path):
@@ -92,7 +85,7 @@ def test_heldout_sources_are_divided_and_repeats_are_dropped(texts, tmp_path):
     train = jsonl(tmp_path / "train.jsonl", [*texts[30:], *texts[50:60], "  "])
     data = prepare(train, tmp_path / "data", heldout=heldout, vocab_size=300)
     assert data.index["duplicates"] == {"also_held_out": 10, "repeated": 10, "empty": 1}
-    assert sorted(heldout_documents(data)) == sorted(texts[:40])
+    assert sorted(partition_documents(data, *PARTITIONS[1:])) == sorted(texts[:40])
     assert sorted(partition_documents(data, "train")) == sorted(texts[40:])
     with pytest.raises(DataError, match=r"none.txt: no such file"):
         prepare(train, tmp_path / "none", heldout=tmp_path / "none.txt")
@@ -101,8 +94,7 @@ def test_heldout_sources_are_divided_and_repeats_are_dropped(texts, tmp_path):
 def test_text_to_evaluate_on_is_one_partition_by_the_tokenizer_of_other_data(prepared, texts, tmp_path):
     (tmp_path / "one.txt").write_text(texts[0])
     data = prepare(tmp_path / "one.txt", tmp_path / "data", tokenizer=str(prepared), report_only=True)
-    assert partition_documents(TokenData.open(tmp_path / "data", verify=True), "report") == texts[:1]
-    assert [data.num_tokens(name) for name in PARTITIONS[:3]] == [0, 0, 0]
+    assert partition_documents(data) == partition_documents(data, "report") == texts[:1]
     assert data.tokenizer_hash == TokenData.open(prepared).tokenizer_hash
 
 
@@ -115,16 +107,14 @@ def test_limits(source, texts, tmp_path):
         prepare(tmp_path / "one.txt", tmp_path / "c", **options)
     data = prepare(tmp_path / "one.txt", tmp_path / "c", split_characters=400, max_bytes=9_000, **options)
     assert data.index["sources"][0]["bytes"] == 9_000
-    assert max(map(len, [*heldout_documents(data), *partition_documents(data, "train")])) <= 400
+    assert max(map(len, partition_documents(data))) <= 400
 
 
 def test_a_source_is_read_once_and_may_be_a_pipe(source, settings, prepared, tmp_path):
     pipe = tmp_path / "pipe.jsonl"
     os.mkfifo(pipe)
-    writer = threading.Thread(target=lambda: pipe.write_bytes(source.read_bytes()), daemon=True)
-    writer.start()
+    threading.Thread(target=lambda: pipe.write_bytes(source.read_bytes()), daemon=True).start()
     assert prepare(pipe, tmp_path / "data", **settings).fingerprint == TokenData.open(prepared).fingerprint
-    writer.join()
 
 
 @pytest.mark.parametrize(
@@ -172,26 +162,19 @@ def test_a_finished_folder_is_replaced_only_by_overwrite_and_other_files_never(s
         with pytest.raises(DataError, match="something that is not a data folder is there"):
             prepare(source, other, **settings, overwrite=True)
         assert (other / name).read_text() == "{}"
-    assert TokenData.open(out).fingerprint == second.fingerprint
 
 
-def test_a_folder_that_a_killed_process_was_replacing_is_there_at_its_next_use(source, settings, tmp_path):
-    out = tmp_path / "data"
-    first = prepare(source, out, **settings)
-    out.rename(tmp_path / ".replaced-data")  # between the two renames of `new_folder`
-    assert TokenData.open(out, verify=True).fingerprint == first.fingerprint
-    out.rename(tmp_path / ".replaced-data")
-    with pytest.raises(DataError, match="a finished data folder is there"):
-        prepare(source, out, **settings)
-    assert [path.name for path in tmp_path.iterdir()] == ["data"]
-
-
-def test_one_process_at_a_time_and_a_killed_one_is_cleared(source, settings, tmp_path):
+def test_what_killed_processes_left_is_cleared_or_restored_and_one_prepares_at_a_time(source, settings, tmp_path):
     out = tmp_path / "data"
     with open(tmp_path / ".data.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         with pytest.raises(DataError, match="another process is preparing this folder"):
             prepare(source, out, **settings)
     (tmp_path / ".writing-data").mkdir()
-    prepare(source, out, **settings)
+    first = prepare(source, out, **settings)
+    out.rename(tmp_path / ".replaced-data")  # killed between the two renames that replace a folder
+    assert TokenData.open(out, verify=True).fingerprint == first.fingerprint
+    out.rename(tmp_path / ".replaced-data")
+    with pytest.raises(DataError, match="a finished data folder is there"):
+        prepare(source, out, **settings)
     assert [path.name for path in tmp_path.iterdir()] == ["data"]

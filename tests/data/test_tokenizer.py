@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from saf.data import PARTITIONS, TokenData, Tokenizer, prepare, train_bpe
@@ -40,6 +40,7 @@ def test_gpt2_from_its_two_files(gpt2, shared, tmp_path):
     assert Tokenizer.load(tmp_path).fingerprint == gpt2.fingerprint
 
 
+@settings(max_examples=40)
 @given(text=st.text())
 def test_any_text_comes_back(bpe, text):
     assert bpe.decode(bpe.encode(text)) == text
@@ -50,7 +51,6 @@ def test_training_twice_gives_the_same_tokenizer(texts, bpe, tmp_path):
     assert (bpe.vocab_size, bpe.eot_id) == (400, 0)
     assert bpe.encode_batch(texts[:5]) == [bpe.encode(text) for text in texts[:5]]
     bpe.save(tmp_path / "tokenizer.json")
-    assert Tokenizer.load(tmp_path).fingerprint == bpe.fingerprint
     assert Tokenizer.load(tmp_path).same(bpe)
     assert not bpe.same(train_bpe(texts, vocab_size=300))
 
@@ -77,10 +77,8 @@ def test_documents_end_with_the_token_that_the_tokenizers_own_files_name(backend
     fin = backend.token_to_id("<fin>")
     assert data.eot_id == data.tokenizer().eot_id == Tokenizer.load(tmp_path / "data").eot_id == fin
     assert sum(int((np.asarray(data.tokens(part)) == fin).sum()) for part in PARTITIONS) == len(texts)
-    # The prepared folder is a tokenizer's folder too.
-    assert prepare(source, tmp_path / "again", tokenizer=str(tmp_path / "data"), **options).fingerprint == (
-        data.fingerprint
-    )
+    again = prepare(source, tmp_path / "again", tokenizer=str(tmp_path / "data"), **options)
+    assert again.fingerprint == data.fingerprint, "a prepared folder is a tokenizer's folder, too"
     (folder / name).write_text(json.dumps({"eos_token": "<other>"}))
     with pytest.raises(DataError, match="<other>"):
         Tokenizer.load(folder)
