@@ -1,6 +1,5 @@
 """Comparing finished runs: what may differ, what is refused, which updates are timed, and the tables."""
 
-import json
 import math
 
 import pytest
@@ -17,14 +16,13 @@ from saf.compare import (
     verdict,
 )
 from saf.errors import CompareError, InputError
-from saf.records.files import read_json
+from saf.records.files import read_json, write_json
 from saf.records.run import RecordedRun
 from tests.report.synthetic import Shape, edit, write_pair, write_run
 
 
 def test_a_comparison_holds_the_known_cost_and_speed(tmp_path):
-    ordinary, frozen = write_pair(tmp_path, cost=0.004, speedup=1.1)
-    result = compare_runs(ordinary, frozen, out=tmp_path / "out")
+    result = compare_runs(*write_pair(tmp_path, cost=0.004, speedup=1.1), out=tmp_path / "out")
     assert result["ci95"][0] < 100 * math.expm1(0.004) < result["ci95"][1]
     assert result["update_time_ratio"] == pytest.approx(1.1, rel=0.02)
     assert (result["timed_updates"], result["update_time_caveat"]) == ([38, 60], "")
@@ -57,9 +55,7 @@ def test_a_difference_that_is_not_the_freezing_is_refused_unless_allowed(tmp_pat
 def test_a_frozen_arm_may_start_from_a_checkpoint_of_the_ordinary_one(tmp_path):
     ordinary, frozen = write_pair(tmp_path)
     edit(frozen / "config.json", parent={"path": "x", "hash": "f" * 64})
-    checkpoint = ordinary / "checkpoints" / "step-30"
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "manifest.json").write_text(json.dumps({"hash": "f" * 64}))
+    write_json(ordinary / "checkpoints" / "step-30" / "manifest.json", {"hash": "f" * 64})
     assert differences(RecordedRun.open(ordinary), RecordedRun.open(frozen)) == []
 
 
