@@ -206,14 +206,12 @@ def test_windows_and_tokens_that_the_model_does_not_take_are_refused(data):
 
 
 def test_every_module_gets_its_mode_back_also_after_an_error(data):
-    model = small().train()
+    model, seen = small().train(), set()
     model.blocks[1].eval()
-    modes, seen = [module.training for module in model.modules()], set()
+    modes = [module.training for module in model.modules()]
     model.embed.register_forward_pre_hook(lambda *_: seen.update(module.training for module in model.modules()))
-    evaluate_perplexity(model, data, limit=2)
-    assert seen == {False}
-    with torch.no_grad():
-        model.norm.weight.fill_(torch.nan)
+    torch.nn.init.constant_(model.norm.weight, torch.nan)
     with pytest.raises(DivergenceError, match="not finite"):
         evaluate_perplexity(model, data, limit=2)
+    assert seen == {False}
     assert [module.training for module in model.modules()] == modes
