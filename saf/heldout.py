@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,46 +32,38 @@ MAX_RISE = 0.05
 """Largest rise of held-out perplexity that an event may cause where no training follows, as a share."""
 GUARD_SEQUENCES = 8
 """Sequences that the loss is measured on by default."""
-MAX_REFUSED = 8
+_MAX_REFUSED = 8
 """Heads beyond the budget before a search by joint cost ends: the heads that follow cost more."""
-_BLAME_SEQUENCES = 4
+_LAYER_SEQUENCES = 4
 """Sequences that show the costliest layer: one pass over them for every layer that lost heads."""
 _MOST_LOGITS = 2**28
-"""Logits that a forward pass on a GPU may make: 1 GiB in float32."""
+"""Logits of a forward pass on a GPU: 1 GiB in float32."""
 
 
 # --- the loss
 
 
-class Losses(NamedTuple):
-    """The mean loss of each forward pass over a text, nats a token, and its number of predicted tokens."""
-
-    means: list[float]
-    tokens: list[int]
-
-    @property
-    def mean(self) -> float:
-        """The mean over all tokens."""
-        return sum(mean * count for mean, count in zip(*self, strict=True)) / sum(self.tokens)
-
-
 def heldout_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
     """Return the mean loss of every next token of `batches`, nats; the model runs in evaluation mode."""
-    return measure_losses(model, batches).mean
+    return _mean(*_losses(model, batches))
 
 
-def measure_losses(model: nn.Module, batches: Iterable[Batch], *, together: bool = True) -> Losses:
-    """Measure the losses of next tokens; each pass is of one sequence unless `together`, as many as fit then."""
+def _losses(model: nn.Module, batches: Iterable[Batch], *, singly: bool = False) -> tuple[list[float], list[int]]:
+    """Return the mean loss of each forward pass, of as many sequences as fit or of one, and its predicted tokens."""
     adapter, sequences = adapter_for(model), read_sequences(batches)
     check_vocabulary(adapter, sequences.ids)
     if not (rows := [row[None] for row in sequences.tokens if len(row) > 1]):
         raise InputError("heldout must have sequences of two tokens or more, got none")
-    losses = Losses([], [])
+    means, tokens = list[float](), list[int]()
     with torch.no_grad(), evaluation_mode(model):
-        for ids in rows_at_once(adapter, rows) if together else (row.to(adapter.device) for row in rows):
-            losses.means.append(float(adapter.next_token_loss(ids[:, :-1], ids[:, 1:])))
-            losses.tokens.append(ids[:, 1:].numel())
-    return losses
+        for ids in (row.to(adapter.device) for row in rows) if singly else rows_at_once(adapter, rows):
+            means.append(float(adapter.next_token_loss(ids[:, :-1], ids[:, 1:])))
+            tokens.append(ids[:, 1:].numel())
+    return means, tokens
+
+
+def _mean(means: Sequence[float], tokens: Sequence[int]) -> float:
+    return sum(mean * count for mean, count in zip(means, tokens, strict=True)) / sum(tokens)
 
 
 def rows_at_once(language: LanguageModel, sequences: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -109,16 +101,14 @@ class LossChange:
     @classmethod
     def measure(cls, model: nn.Module, text: Iterable[Batch], trial: AbstractContextManager[None]) -> "LossChange":
         """Measure a model as it is, and within `trial`."""
-        before = measure_losses(model, text, together=False)
+        earlier, sizes = _losses(model, text, singly=True)
         with trial:
-            after = measure_losses(model, text, together=False)
-        rise, tokens, count = after.mean - before.mean, sum(before.tokens), len(before.tokens)
-        squares = sum(
-            (size / tokens * (later - earlier - rise)) ** 2
-            for earlier, later, size in zip(before.means, after.means, before.tokens, strict=True)
-        )
+            later, _ = _losses(model, text, singly=True)
+        before, after, tokens, count = _mean(earlier, sizes), _mean(later, sizes), sum(sizes), len(sizes)
+        rises = [two - one - (after - before) for one, two in zip(earlier, later, strict=True)]
+        squares = sum((size / tokens * rise) ** 2 for size, rise in zip(sizes, rises, strict=True))
         error = math.sqrt(squares * count / (count - 1)) if count > 1 else None
-        return cls(before=before.mean, after=after.mean, tokens=tokens, sequences=count, error=error)
+        return cls(before=before, after=after, tokens=tokens, sequences=count, error=error)
 
     @property
     def rise(self) -> float:
@@ -138,7 +128,7 @@ class LossChange:
 
 def worst_layer(model: nn.Module, heads: HeadSet, text: Iterable[Batch], trial: Trial) -> tuple[int, float]:
     """Return the layer whose heads cost most together, the others live, and by which share perplexity rises."""
-    few = [row[None] for row in read_sequences(text).tokens if len(row) > 1][:_BLAME_SEQUENCES]
+    few = [row[None] for row in read_sequences(text).tokens if len(row) > 1][:_LAYER_SEQUENCES]
     losses, layers = dict[int, float](), CachedLayers(model)
     before = layers.loss(few)
     for layer in sorted({layer for layer, _ in heads}):
@@ -201,16 +191,12 @@ def choose_jointly(
     limit = math.inf if budget is None else budget
     joint = accept_jointly(model, candidates, texts[0], max_heads, trial=trial, budget=limit, progress=progress)
     if budget is not None:
-        before = heldout_loss(model, texts[1])
-
-        def exceeds(count: int) -> bool:
-            with trial(HeadSet(joint.accepted[:count])):  # true for a loss that is NaN
-                return not perplexity_rise(before, heldout_loss(model, texts[1])) <= limit
-
-        few, many = 0, len(joint.accepted) + 1  # `few` heads keep the budget, `many` exceed it or are more than all
-        count = len(joint.accepted)
+        before, count = heldout_loss(model, texts[1]), len(joint.accepted)
+        few, many = 0, count + 1  # `few` heads keep the budget, `many` exceed it or are more than all
         while many - few > 1:
-            few, many = (few, count) if exceeds(count) else (count, many)
+            with trial(HeadSet(joint.accepted[:count])):
+                within = perplexity_rise(before, heldout_loss(model, texts[1])) <= limit  # false for a loss that is NaN
+            few, many = (count, many) if within else (few, count)
             count = (few + many) // 2
         refused = joint.refused + joint.accepted[few:]
         joint = replace(joint, accepted=joint.accepted[:few], rises=joint.rises[:few], refused=refused)
@@ -259,7 +245,7 @@ def accept_jointly(
     queue = [(cost, head, 0) for head, cost in alone.items()]
     heapq.heapify(queue)
     with ExitStack() as frozen:
-        while queue and len(accepted) < max_heads and len(refused) < MAX_REFUSED:
+        while queue and len(accepted) < max_heads and len(refused) < _MAX_REFUSED:
             added, head, count = heapq.heappop(queue)
             if count < len(accepted):
                 heapq.heappush(queue, (rise_with(head) - rises[-1], head, len(accepted)))
