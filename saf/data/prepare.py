@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from hashlib import blake2b
 from importlib.metadata import version
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +30,7 @@ HELDOUT_FRACTION = 0.05
 """Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096."""
 # What is tokenised at once: little, because tokenising takes some 150 times a text's size in memory. That also limits a
 # document: a longer one is cut.
-_BATCH_BYTES, _LONGEST_DOCUMENT = 2**21, 2**23
-_BLOCK = 2**20
+_BATCH_BYTES, _LONGEST_DOCUMENT, _BLOCK = 2**21, 2**23, 2**20
 # Longest piece of a document in the tokenizer's sample, and how many times the sample's size is read to draw it from.
 _SAMPLE_PIECE, _LOOK_AHEAD = 2**16, 16
 # The longest document that is held out, as a share of held-out text, and the same where that leaves too little; the
@@ -113,7 +112,7 @@ def prepare(
 ) -> TokenData:
     """Write a data folder of tokens from text and return it.
 
-    The four partitions share no document: a repeated one is kept once, and one that is also held out is dropped from
+    The four partitions share no document: a repeated one is written once, and one that is also held out is dropped from
     training. Within a partition documents follow one another in a seeded order, each ended by the end-of-text token.
     The result depends on the text, the settings and the tokenizer alone.
 
@@ -124,15 +123,15 @@ def prepare(
     from rich.console import Console
     from rich.progress import Progress
 
-    config = PrepareConfig(**{**settings, "heldout": _names(settings.get("heldout") or ())})
-    names = _names(sources)
+    names, heldout = (
+        tuple(map(str, (group,) if isinstance(group, str | Path) else group))
+        for group in (sources, settings.pop("heldout", None) or ())
+    )
+    config, out = PrepareConfig(heldout=heldout, **settings), Path(out).resolve()
     if config.report_only:
         config, names = replace(config, heldout=names), ()
-    out = Path(out).resolve()
-    groups = {
-        group: [Source(name, text_field=config.text_field) for name in members]
-        for group, members in (("heldout", config.heldout), ("train", names))
-    }
+    members = {"heldout": config.heldout, "train": names}
+    groups = {group: [Source(name, text_field=config.text_field) for name in members[group]] for group in members}
     bar = Progress(console=Console(stderr=True), disable=not (sys.stderr.isatty() if progress is None else progress))
     busy = DataError(f"{out}: another process is preparing this folder; wait for it or choose another")
     with bar, locked(out.with_name(f".{out.name}.lock"), busy):
@@ -140,10 +139,6 @@ def prepare(
         with new_folder(out, replace=overwrite) as folder:
             index = _prepare(folder, groups, config, bar)
     return TokenData(out, index)
-
-
-def _names(names: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
-    return tuple(map(str, (names,) if isinstance(names, str | Path) else names))
 
 
 def _check_target(out: Path, *, overwrite: bool) -> None:
@@ -200,8 +195,7 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
         "duplicates": dict(corpus.skipped),
         "left_out": [
             {"source": source.name, "file": file, "reason": reason}
-            for sources in groups.values()
-            for source in sources
+            for source in chain(*groups.values())
             for file, reason in sorted(source.left_out.items())
         ],
         "settings": {**asdict(config), "heldout_fraction": config.fraction},
@@ -217,7 +211,7 @@ class Corpus:
     """The distinct documents of all sources in the order of reading: their text in a file, all else in memory."""
 
     def __init__(self, file: Path, groups: dict[str, list[Source]], config: PrepareConfig):
-        """Read the sources of each group once and write the text of distinct documents, one behind the other."""
+        """Read the sources of each group once, held-out ones first: a document that is in both stays held out."""
         self.file, self.skipped = file, Counter(repeated=0, also_held_out=0, empty=0)
         self.facts: dict[str, list[dict[str, Any]]] = {group: [] for group in groups}
         """Documents and bytes of each source."""
@@ -225,7 +219,7 @@ class Corpus:
         """Numbers of the documents of training sources, again for those that come again."""
         rows, seen = bytearray(), dict[bytes, int]()
         with open(file, "wb", buffering=_BLOCK) as spool:
-            for group, sources in groups.items():  # held-out text first: a document that is in both stays held out
+            for group, sources in groups.items():
                 first = len(seen)
                 for data in self._read(sources, config, self.facts[group]):
                     digest = _digest(data)
@@ -429,23 +423,17 @@ def _sample(corpus: Corpus, config: PrepareConfig, pool: np.ndarray) -> list[str
     Pieces of 65,536 characters are drawn by seeded content hash from the first `16 * tokenizer_bytes` bytes. None is of
     a document that may be held out, in `pool`.
     """
-    heap, sampled = list[tuple[int, int, str, int]](), 0
-    for number, piece in _pieces(corpus, _key_limit(config.fraction), _LOOK_AHEAD * config.tokenizer_bytes):
-        data = piece.encode()
-        heapq.heappush(heap, (_key(_digest(data), config.seed), len(data), piece, number))
-        sampled += len(data)
-        while sampled > config.tokenizer_bytes and len(heap) > 1:
-            sampled -= heapq.heappop(heap)[1]
-    return [piece for _, _, piece, number in sorted(heap) if not pool[number]]
-
-
-def _pieces(corpus: Corpus, limit: int, enough: int) -> Iterator[tuple[int, str]]:
-    """Yield pieces of training documents whose keys reach `limit`, until so many bytes are read."""
-    read = 0
+    heap, sampled, read = list[tuple[int, int, str, int]](), 0, 0
+    limit, enough = _key_limit(config.fraction), _LOOK_AHEAD * config.tokenizer_bytes
     for number, text in zip(corpus.training, corpus.texts(corpus.training), strict=True):
         read += int(corpus.documents["bytes"][number])
-        if corpus.documents["key"][number] >= limit:
-            for piece in split_text(text, _SAMPLE_PIECE):
-                yield number, piece
-                if read >= enough:
-                    return
+        pieces = split_text(text, _SAMPLE_PIECE) if corpus.documents["key"][number] >= limit else ()
+        for piece in islice(pieces, 1 if read >= enough else None):
+            data = piece.encode()
+            heapq.heappush(heap, (_key(_digest(data), config.seed), len(data), piece, number))
+            sampled += len(data)
+            while sampled > config.tokenizer_bytes and len(heap) > 1:
+                sampled -= heapq.heappop(heap)[1]
+        if pieces and read >= enough:
+            break
+    return [piece for _, _, piece, number in sorted(heap) if not pool[number]]

@@ -1,9 +1,7 @@
 """`Task`: what a run trains on and is measured by; and how any model is measured: batches, likelihoods, answers.
 
 A run does not know what it trains on: its position in the data, and what must be equal to continue from a checkpoint,
-come from `Task`.
-Sequences of one length share a forward pass of likelihoods, and no token of padding enters: patterns of frozen heads
-count positions from a sequence's first token (paper, Appendix on pretrained models).
+come from `Task`. Answers to questions have one form in all tasks: `TaskAnswers`, from a summary and a file of lines.
 """
 
 import math
@@ -62,7 +60,7 @@ class Task(ABC):
     name: str
     """Its name in settings and in `TASKS`."""
     settings: Any
-    """Those of the run, `saf.train.TrainConfig`, whose module imports this one."""
+    """The run's `saf.train.TrainConfig`, whose module imports this one."""
     length: int
     """Tokens of a sequence that the model reads."""
     vocab_size: int
@@ -86,10 +84,7 @@ class Task(ABC):
         return self.windows_per_update * self.length
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
-        """Raise DataError now, not in the middle of training, for too few data.
-
-        `calibrates` says that events measure attention, `scores_outputs` that their scores read held-out sequences.
-        """
+        """Raise DataError before training for too few data to calibrate on, or to score outputs by."""
         if calibrates:
             self.calibration()
         if scores_outputs:
@@ -97,7 +92,7 @@ class Task(ABC):
 
     @abstractmethod
     def batch(self, position: int, size: int) -> Tensor:
-        """Inputs and targets `[2, size, length]` of the training sequences from `position` on; -100 is no target."""
+        """Return inputs and targets `[2, size, length]` of the training sequences from `position` on."""
 
     def training(
         self, update: int, device: torch.device, *, first: int = 0, every: int = 1
@@ -121,18 +116,18 @@ class Task(ABC):
 
     @abstractmethod
     def calibration(self) -> Sequence[Batch]:
-        """Calibration sequences, the same for every arm: LongTensors `[<= batch_size, length]`, or mappings of them."""
+        """Return calibration sequences, the same for every arm, in batches of at most `batch_size`."""
 
     @abstractmethod
     def heldout(self) -> list[Tensor]:
-        """Sequences that output-aware scores read, LongTensors `[<= batch_size, length]`."""
+        """Return the sequences that output-aware scores read, LongTensors `[<= batch_size, length]`."""
 
     @abstractmethod
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        """Loss that decisions during a run read, nats per target, of `eval_windows` sequences or of so many batches."""
+        """Return the loss that decisions during a run read, nats per target, of the first `controller_count`."""
 
     def controller_count(self, batches: int | None) -> int:
-        """Sequences of `controller_loss`."""
+        """Return the number of sequences of so many batches, by default `eval_windows`."""
         return self.settings.eval_windows if batches is None else batches * self.settings.batch_size
 
     @abstractmethod
@@ -141,15 +136,15 @@ class Task(ABC):
     ) -> dict[str, Any]:
         """Measure the trained model and return the entries for result.json, `report_loss` among them.
 
-        Writes the task's own files into `folder`, with the hashes of `checkpoints` by role.
+        Writes the task's own files into `folder`, an evaluation with the hashes of `checkpoints` by role.
         """
 
     @abstractmethod
     def description(self) -> dict[str, Any]:
-        """The entries of config.json about the data, `fingerprint` among them."""
+        """Return the entries of config.json about the data, `fingerprint` among them."""
 
     def state(self, update: int) -> dict[str, Any]:
-        """The entries of a checkpoint's state.json about the data after `update` updates."""
+        """Return the entries of a checkpoint's state.json about the data after `update` updates."""
         position = update * self.windows_per_update
         state = {"sampler_position": position, "data_fingerprint": self.fingerprint, "tokenizer": self.tokenizer_hash}
         return {name: value for name, value in state.items() if value is not None}
@@ -158,9 +153,8 @@ class Task(ABC):
         """Raise unless training can continue from the checkpoint at `path`, whose state.json is `state`."""
         if state["data_fingerprint"] != self.fingerprint:
             other = f"fingerprint {state['data_fingerprint'][:16]}, this run's is {self.fingerprint[:16]}"
-            raise CheckpointError(
-                f"{path} was trained on other data: {other}; use its data, settings and seed, or --fresh"
-            )
+            remedy = "use its data, settings and seed, or --fresh"
+            raise CheckpointError(f"{path} was trained on other data: {other}; {remedy}")
         if state["sampler_position"] != state["update"] * self.windows_per_update:
             used = state["sampler_position"] // max(state["update"], 1)
             sizes = f"{self.settings.batch_size} x {self.settings.accumulation}"
@@ -271,9 +265,11 @@ def likelihoods(
 ) -> list[Likelihood]:
     """Compute how likely each continuation is, in order; processes of a group divide the batches among them.
 
-    Equal inputs are computed once: choices that differ in their last token alone. Logits are computed at the
-    continuations' positions, their softmax in float32. Raises InputError for an empty context or continuation or one
-    longer than the model takes, DivergenceError for a log-probability that is not finite.
+    Inputs of one length share a forward pass, and no token of padding enters: patterns of frozen heads count positions
+    from a sequence's first token (paper, appendix on pretrained models). Equal inputs are computed once: choices that
+    differ in their last token alone. Logits are computed at the continuations' positions, their softmax in float32.
+    Raises InputError for an empty context or continuation or one longer than the model takes, DivergenceError for a
+    log-probability that is not finite.
     """
     longest, language = longest_input(model), language_model(model)
     for each in continuations:
@@ -292,7 +288,6 @@ def likelihoods(
     ]
 
     def measure(rows: list[Tokens]) -> dict[int, Likelihood]:
-        """Return the likelihoods of the continuations of a batch of inputs by their numbers."""
         members = [(row, number) for row, inputs in enumerate(rows) for number in numbers[inputs]]
         width = max(len(continuations[number].tokens) for _, number in members)
         logits = language.last_logits(language.model, torch.tensor(rows, device=language.device), width)

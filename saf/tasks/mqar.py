@@ -183,14 +183,13 @@ class MQARTask(Task):
         return list(inputs.split(self.settings.batch_size))
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        """Return the loss at the queries of the first development sequences, nats per query."""
         count = min(self.controller_count(batches), self.mqar.development)
         return self._answers(model, execution, Stream.DEVELOPMENT, count)[0]["loss"]
 
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
     ) -> dict[str, Any]:
-        """Return loss and accuracy by test, and write the queries that are answered in each example."""
+        """Return loss and accuracy by test, and write how many queries of each example are answered."""
         development, _ = self._answers(model, execution, Stream.DEVELOPMENT, self.mqar.development)
         count = self.mqar.test_examples
         tests = [self._answers(model, execution, Stream.TEST, count, *test) for test in self.mqar.tests]

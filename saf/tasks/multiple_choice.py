@@ -151,7 +151,7 @@ class FinetuneTask(Task):
         return [int(permutation(_ORDER, seed, epoch, total)[place]) for epoch, place in places]
 
     def batch(self, position: int, size: int) -> Tensor:
-        """The examples from `position` on, padded to the longest of them; only answers are targets."""
+        """Return the examples from `position` on, padded to the longest of them; only answers are targets."""
         rows = [self.examples[number].row for number in self.numbers(position, size)]
         return torch.stack(pad(rows, padding=self.tokenizer.eot_id))
 
@@ -213,7 +213,6 @@ class FinetuneTask(Task):
         return answers
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        """Loss of the answers to the first development examples, nats per token."""
         return answer_loss(self.answers(model, execution, self.development[: self.controller_count(batches)]))
 
     def report(
@@ -230,7 +229,6 @@ class FinetuneTask(Task):
         }
 
     def description(self) -> dict[str, Any]:
-        """The files, their fingerprint, how many examples serve for what, and which are left out."""
         return {
             "folder": self.settings.data,
             "fingerprint": self.fingerprint,

@@ -87,13 +87,11 @@ class TextTask(Task):
         return evaluate_perplexity(model, self.data, **shape, precision=execution.precision, **options)
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        """Loss (nats per token) on the first windows of the controller partition, on all where it holds fewer."""
         return self._evaluate(model, execution, "controller", limit=self.controller_count(batches))["loss"]
 
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
     ) -> dict[str, Any]:
-        """Return loss and perplexity on the report partition, and write evaluation.json with the losses there."""
         files = {"out": folder, "tokens": self.settings.token_losses, "checkpoints": checkpoints}
         record = self._evaluate(model, execution, "report", limit=self._report_windows, **files)
         entropy = self.data.unigram_entropy("report")
