@@ -67,11 +67,8 @@ class Task(ABC):
     """Number of token ids of inputs and targets."""
     tokenizer_hash: str | None = None
     """SHA-256 of the tokenizer, where there is one."""
-
-    @property
-    @abstractmethod
-    def fingerprint(self) -> str:
-        """SHA-256 of all data, for training and measuring."""
+    fingerprint: str
+    """SHA-256 of all data, for training and measuring."""
 
     @property
     def windows_per_update(self) -> int:

@@ -160,13 +160,10 @@ class MQARTask(Task):
         if longest > length:
             has = f"mqar has sequences of {longest:,} tokens, the model's context is {length:,}"
             raise InputError(f"{has}; shorten mqar.length and mqar.test_lengths, or lengthen the run's sequences")
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of all that decides the examples, and of the first training example."""
-        first = self.batch(0, 1)[0]
-        text = json.dumps({"task": self.name, "seed": self.settings.seed, **self.mqar.to_dict()}, sort_keys=True)
-        return hashlib.sha256(text.encode() + first.numpy().astype("<i8").tobytes()).hexdigest()
+        # All that decides the examples, and the first one, in case their generator changes.
+        text = json.dumps({"task": self.name, "seed": settings.seed, **self.mqar.to_dict()}, sort_keys=True)
+        first = self.batch(0, 1)[0].numpy().astype("<i8").tobytes()
+        self.fingerprint = hashlib.sha256(text.encode() + first).hexdigest()
 
     def batch(self, position: int, size: int) -> Tensor:
         numbers = range(position, position + size)

@@ -13,7 +13,6 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -103,6 +102,7 @@ class FinetuneTask(Task):
             message = f"{own.test}: {self.shared} of {len(self.test)} examples are in {settings.data} too"
             warnings.warn(message, SafWarning, stacklevel=3)
         self.length = max(each.longest for each in (*train, *self.test))
+        self.fingerprint = self._hash()
 
     def _read(self, role: str, path: str, limit: int, *, most: int | None = None) -> "list[Encoded]":
         """Read a file's examples as tokens, at most so many; warn of those left out, refuse a file without any."""
@@ -122,9 +122,8 @@ class FinetuneTask(Task):
             warnings.warn(message, SafWarning, stacklevel=4)
         return encoded
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """SHA-256 of the tokenizer and of all examples, as they are split."""
+    def _hash(self) -> str:
+        """Return the SHA-256 of the tokenizer and of all examples, as they are split."""
         parts = [self.tokenizer.fingerprint]
         for examples in (self.examples, self.development, self.test):
             digest = hashlib.sha256()

@@ -41,10 +41,7 @@ class TextTask(Task):
         self.settings, self.length = settings, length
         self.data = TokenData.open(settings.data)
         self.vocab_size, self.tokenizer_hash = self.data.vocab_size, self.data.tokenizer_hash
-
-    @property
-    def fingerprint(self) -> str:
-        return self.data.fingerprint
+        self.fingerprint = self.data.fingerprint
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
         super().check(calibrates=calibrates, scores_outputs=scores_outputs)
@@ -104,8 +101,7 @@ class TextTask(Task):
 def heldout_batches(data: TokenData, *, length: int, count: int, batch_size: int) -> list[Tensor]:
     """Read the last `count` windows of the controller partition, LongTensors `[<= batch_size, length]`.
 
-    Evaluations during a run read the first ones, so scores and losses see different text while the partition holds
-    both. Raises DataError when it has fewer than `count`.
+    Evaluations during a run read the first ones. Raises DataError when the partition has fewer than `count`.
     """
     windows = sequential_windows(data.tokens("controller"), length)
     if len(windows) < count:
@@ -132,16 +128,15 @@ def evaluate_perplexity(
     checkpoints: Mapping[str, str | None] | None = None,
     progress: Progress | None = None,
 ) -> dict[str, Any]:
-    """Measure the loss (nats per token) and perplexity of `model` on one partition.
+    """Measure the loss (nats per token) and perplexity of a GPT or causal LM on one partition; it keeps its mode.
 
     Processes of a group share the batches out, and all return the record that a single process would.
 
-    The model is a GPT or a causal LM whose call returns an object with `.logits`; it keeps its mode. A window has
-    `length` tokens of context, by default the model's maximum, and begins with the token `bos` if there is one; `limit`
-    stops after so many. `precision` is "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere; weights that
-    are not float32 run in their own dtype, which the record names. `out` is a folder for `EVALUATION_FILES`, which hold
-    every token's log-probability with `tokens`, else only the losses of windows. `checkpoints` are hashes for the
-    record's header: of the model, and of the one it was frozen from ("parent").
+    A window has `length` tokens of context, by default the model's maximum, and begins with the token `bos` if there is
+    one; `limit` stops after so many. `precision` is "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere;
+    weights that are not float32 run in their own dtype, which the record names. `out` is a folder for
+    `EVALUATION_FILES`, which hold every token's log-probability with `tokens`, else only the losses of windows.
+    `checkpoints` are hashes for the record's header: of the model, and of the one it was frozen from ("parent").
 
     Raises InputError for a setting out of range or "fp32" for narrower weights, DataError for less than one window or
     token ids that the model does not have, DivergenceError for a log-probability that is not finite.
@@ -150,13 +145,13 @@ def evaluate_perplexity(
     length = _window_length(language, data, length)
     windows = sequential_windows(data.tokens(partition), length, limit)
     windows = windows if bos is None else begun_with(windows, bos)
-    ran_in, batches = precision_in_use(model, precision), windows.split(batch_size)
+    batches, ran_in = windows.split(batch_size), precision_in_use(model, precision)
 
     def log_probs_of(batch: Tensor) -> Tensor:
         batch = batch.to(device)
         return language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
 
-    sizes = [len(batch) for batch in batches]
+    sizes = list(map(len, batches))
     parts = run_batches(model, log_probs_of, batches, precision=precision, sizes=sizes, progress=progress)
     log_probs = torch.cat(parts)
     loss = -float(log_probs.mean(dtype=torch.float64))
@@ -179,10 +174,11 @@ def evaluate_perplexity(
         return record
     settings = {"partition": partition, "length": length, "batch_size": batch_size, "limit": limit}
     settings |= {"precision": precision, "bos": bos}
-    header = {"device": device_name(device), "checkpoints": checkpoints, "data": {partition: data.fingerprint}}
 
     def write() -> dict[str, Any]:
-        written = {**result_header("evaluation", settings, **header), **record, "of": model_facts(model)}
+        origin = {"checkpoints": checkpoints, "data": {partition: data.fingerprint}}
+        header = result_header("evaluation", settings, device=device_name(device), **origin)
+        written = {**header, **record, "of": model_facts(model)}
         written["log_probs_sha256"] = write_losses(Path(out), log_probs, tokens=tokens)
         write_json(Path(out) / EVALUATION, written)
         return written
@@ -193,8 +189,7 @@ def evaluate_perplexity(
 def _window_length(language: Any, data: TokenData, length: int | None) -> int:
     """Return the window length; raise where the model cannot take it, or tokens of the data."""
     longest, vocabulary = language.max_length, language.vocab_size
-    length = longest if length is None else length
-    if length is None:
+    if (length := longest if length is None else length) is None:
         raise InputError("length must be set: the model has no maximum of its own")
     if longest is not None and length > longest:
         raise InputError(f"windows of {length:,} tokens are longer than the model's maximum of {longest:,}")
