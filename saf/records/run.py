@@ -109,7 +109,7 @@ class RecordedRun:
 
     def _heads(self, name: str, kind: str) -> list[list[int]]:
         provenance = (self.result or {}).get("provenance") or {}
-        return [list(head) for head in provenance.get(name) or heads_in_force(self.events, kind)]
+        return [list(head) for head in provenance.get(name) or edited_heads(self.events, kind)]
 
     @property
     def edited_heads(self) -> list[list[int]]:
@@ -140,8 +140,8 @@ class RecordedRun:
 
     @property
     def freeze(self) -> dict[str, Any] | None:
-        """Heads, scores and fits of the freezes that were not undone, as `chosen` joins them; None without any."""
-        return chosen(self._freezes)
+        """Heads, scores and fits of the freezes that were not undone (`join_freezes`); None without any."""
+        return join_freezes(self._freezes)
 
     @cached_property
     def freeze_tensors(self) -> dict[str, Tensor]:
@@ -171,7 +171,7 @@ def heads_of_record(path: Path | str) -> list[list[int]]:
     """Return the heads that are frozen or pruned in a run, checkpoint or events.jsonl, sorted; InputError for none."""
     path, saved = Path(path), []
     if path.suffix == ".jsonl":
-        heads = heads_in_force(read_events(path))
+        heads = edited_heads(read_events(path))
     elif expect(path, Kind.RUN, Kind.CHECKPOINT) is Kind.CHECKPOINT:
         saved = [path]
     else:  # the events of a run do not name its parent's heads
@@ -245,16 +245,16 @@ def events_file(path: Path | str) -> Path:
     return path / EVENTS if os.path.lexists(path / EVENTS) else path
 
 
-def heads_in_force(events: Iterable[EventRecord], kind: str | None = None) -> list[list[int]]:
+def edited_heads(events: Iterable[EventRecord], kind: str | None = None) -> list[list[int]]:
     """Return the heads that events froze or pruned, or only those of one kind, without undone ones; sorted."""
     last = {(layer, head): event.kind for event in events for layer, head in event.heads}
     return [list(head) for head, now in sorted(last.items()) if now != "undo" and kind in (None, now)]
 
 
-def chosen(events: Iterable[EventRecord]) -> dict[str, Any] | None:
-    """Return the newest line that was not undone, with heads, scores and fits of all such lines; None without scores.
+def join_freezes(events: Iterable[EventRecord]) -> dict[str, Any] | None:
+    """Return the newest freeze that was not undone, with heads, scores and fits of all such; None without scores.
 
-    `scores` `[L][H]` are those by which each head was chosen, and the newest ones of live heads.
+    `scores` `[L][H]` are those that each head was selected by, and the newest ones of live heads.
     """
     lines = [event.values for event in events if event.undone_by is None and "scores" in event.values]
     if not lines:
@@ -307,13 +307,6 @@ def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventR
     kinds = [kind for kind, heads in (("frozen", frozen), ("pruned", pruned)) if heads]
     undone = [STATE_AFTER[event.kind] for event in events if event.kind != "undo" and event.heads]
     return " and ".join(kinds) or next(iter(undone), "ordinary")
-
-
-def head_counts(heads: Iterable[Sequence[int]], *, pruned: Iterable[Sequence[int]]) -> dict[str, int]:
-    """Return how many of some heads are pruned, those in `pruned`, and how many are frozen, the others."""
-    removed = {tuple(head) for head in pruned}
-    kinds = ["pruned" if tuple(head) in removed else "frozen" for head in heads]
-    return {kind: kinds.count(kind) for kind in ("frozen", "pruned")}
 
 
 def heads_in_words(counts: Mapping[str, int]) -> str:

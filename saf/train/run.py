@@ -26,7 +26,7 @@ from saf.models import GPT
 from saf.models.adapter import adapter_for
 from saf.records.files import append_line, file_hash, flush, read_json, read_lines, write_json
 from saf.records.result import result_header
-from saf.records.run import MANIFEST, EventRecord, append_event, arm, heads_in_force, read_events
+from saf.records.run import MANIFEST, EventRecord, append_event, arm, edited_heads, read_events
 from saf.records.table import plain
 from saf.records.table import seconds as in_words
 from saf.schedules import Event, Proposer
@@ -464,7 +464,7 @@ def _intervention(events: list[EventRecord]) -> dict[str, Any]:
     return {
         "update": events[0].update,
         "events": len(events),
-        "heads": heads_in_force(events),
+        "heads": edited_heads(events),
         "seconds": seconds,
         "loss_before": around[0][0],
         "loss_after": around[-1][1],
