@@ -1,7 +1,7 @@
 """`TrainConfig` holds the settings of a run; `continue_from` returns those of a branch; config.json records them."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -20,8 +20,6 @@ from saf.tasks.multiple_choice import PATHS
 
 SCHEMA = "saf.run/1"
 """Of config.json."""
-VOCABULARY_MULTIPLE = 64
-"""The output's matrix product runs at full speed where the vocabulary, its width, is a multiple of this."""
 
 
 @dataclass(kw_only=True)
@@ -158,12 +156,14 @@ class TrainConfig:
 
     def _conditions(self) -> Iterator[tuple[str, bool, str]]:
         """Yield each setting with whether its value can be used and what it must be."""
-        counts = ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed")
-        positive = ("length", "batch_size", "accumulation", "updates", "update_budget", "eval_windows", "log_every",
-                    "calibration_sequences", "heldout_sequences", "report_tokens")  # fmt: skip
-        for name in (*counts, *positive):
-            least, value = int(name in positive), getattr(self, name)
-            yield name, value is None or value >= least, f"at least {least}"
+        at_least = {
+            0: ("eval_every", "save_every", "keep", "weight_decay", "lr_start", "seed"),
+            1: ("length", "batch_size", "accumulation", "updates", "update_budget", "eval_windows", "log_every",
+                "calibration_sequences", "heldout_sequences", "report_tokens"),
+        }  # fmt: skip
+        for least, names in at_least.items():
+            for name in names:
+                yield name, (value := getattr(self, name)) is None or value >= least, f"at least {least}"
         yield "peak_lr", self.peak_lr > 0, "above 0"
         yield "clip", self.clip is None or self.clip > 0, "above 0, or None to leave gradients as they are"
         yield "min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]"
@@ -218,28 +218,27 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        groups = {
-            "finetuning": self.finetuning and asdict(self.finetuning),
-            "freeze": self.freeze and self.freeze.to_dict(),
-            "schedule": self.schedule and schedule_to_dict(self.schedule),
-            "mqar": self.mqar.to_dict(),
-        }
+        groups = {name: values[name] and write(values[name]) for name, (write, _) in _GROUPS.items()}
         return {**values, **groups, **{name: list(values[name]) for name in ("betas", "save_at", "report_at")}}
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
         """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
-        kinds = {
-            "schedule": schedule_from_dict,
-            "finetuning": lambda group: FinetuneSettings(**group),
-            "mqar": MQARSettings.from_dict,
-            "freeze": lambda group: FreezeConfig(**group),
-        }
-        groups = {name: value for name, value in values.items() if name in kinds and isinstance(value, dict)}
         try:
-            return cls(**{**values, **{name: kinds[name](group) for name, group in groups.items()}})
+            dicts = {name: values[name] for name in _GROUPS if isinstance(values.get(name), dict)}
+            groups = {name: _GROUPS[name][1](value) for name, value in dicts.items()}
+            return cls(**{**values, **groups})
         except TypeError as error:
             raise InputError(f"not a training configuration: {error}") from error
+
+
+_GROUPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "finetuning": (asdict, lambda values: FinetuneSettings(**values)),
+    "freeze": (FreezeConfig.to_dict, lambda values: FreezeConfig(**values)),
+    "schedule": (schedule_to_dict, schedule_from_dict),
+    "mqar": (MQARSettings.to_dict, MQARSettings.from_dict),
+}
+"""Settings that are dataclasses, with the functions that write and read them."""
 
 
 # --- branches
@@ -301,7 +300,7 @@ def model_config(config: TrainConfig, *, vocab_size: int) -> GPTConfig:
 
     Raises InputError where the vocabulary or the positions are too few for the data.
     """
-    rounded = -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+    rounded = -(-vocab_size // 64) * 64  # the output's matrix product runs at full speed only at such widths
     length = {} if config.length is None else {"max_length": config.length}
     shape = preset(config.model, **{"vocab_size": rounded, **length, **config.model_overrides})
     if shape.vocab_size < vocab_size:
