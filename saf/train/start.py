@@ -84,7 +84,6 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         parallel = parallel_of(config.parallel, parameters=shape.num_parameters, execution=execution)
         _check_memory(config, execution, shape, parallel)
         origin = _open_origin(config, folder, shape, task, resume=resume)
-        _check_budget(config, origin.start)
         make_updater, proposer = _restore(config, execution, task, shape, parallel, origin)
     # All ranks have looked at the folder before the first one writes.
     shared = {"model": shape, "task": task, "execution": execution, "parent": origin.parent}
@@ -191,14 +190,6 @@ def _check_memory(config: TrainConfig, execution: Execution, shape: GPTConfig, p
             f"training needs about {byte_size(needed.total)} of memory ({byte_size(needed.state)} for weights and "
             f"moments), got {byte_size(available)}; lower batch_size, length or the model's size"
         )
-
-
-def _check_budget(config: TrainConfig, start: int) -> None:
-    """Raise InputError for a first event that comes when `update_budget` is over."""
-    first, budget = config.freeze_update, config.update_budget
-    if config.freeze and config.schedule and budget and first is not None and first >= start + budget:
-        name, end = setting_of_moment(config.schedule), start + budget
-        raise InputError(f"{name} must be before update {end}, where update_budget ends, got update {first}")
 
 
 # --- the checkpoint that training goes on from

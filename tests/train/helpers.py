@@ -28,15 +28,12 @@ class Killed(BaseException):
 
 def killed_and_resumed(config: TrainConfig, owner: Any, name: str, call: int) -> dict[str, Any]:
     """Train, die at the `call`-th call of `owner.name`, go on, and return the result."""
-    with pytest.MonkeyPatch.context() as patch:
-        die_at(patch, owner, name, call)
-        with pytest.raises(Killed):
-            pretrain(config)
+    killed(lambda: pretrain(config), owner, name, call)
     return pretrain(config, resume=True)
 
 
-def die_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
-    """Let the `call`-th call of a function or method end the process, as far as the code in it can tell."""
+def killed(train: Callable[[], Any], owner: Any, name: str, call: int) -> None:
+    """Train until the `call`-th call of `owner.name`, which ends the process, as far as its code can tell."""
     real, calls = getattr(owner, name), [0]
 
     def counting(*arguments, **options):
@@ -45,7 +42,10 @@ def die_at(patch: pytest.MonkeyPatch, owner: Any, name: str, call: int) -> None:
             raise Killed
         return real(*arguments, **options)
 
-    patch.setattr(owner, name, counting)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, counting)
+        with pytest.raises(Killed):
+            train()
 
 
 def events_of(folder: Path | str) -> list[tuple]:

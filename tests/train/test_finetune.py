@@ -24,7 +24,7 @@ from saf.tasks import FinetuneSettings, FinetuneTask, MQARSettings, MQARTask
 from saf.train import TrainConfig, continue_from, latest, pretrain
 from saf.train.run import Run
 from tests.train.conftest import SMALL
-from tests.train.helpers import Killed, die_at, killed_and_resumed
+from tests.train.helpers import killed, killed_and_resumed
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
 FREEZE_WORDS = ["--freeze.rate", "0.25", "--freeze.max-fit-kl", "10"]
@@ -112,10 +112,7 @@ def test_heads_are_frozen_during_finetuning_and_resuming_goes_on_inside_an_epoch
     # Until its event the arm is the ordinary model on the same examples: its losses are the same numbers.
     losses = [[line["loss"] for line in run.metrics[:before]] for run in (ordinary, arm)]
     assert losses[0] == losses[1]
-    with pytest.MonkeyPatch.context() as patch:
-        die_at(patch, Run, "run_update", 3)
-        with pytest.raises(Killed):
-            command("again", *one)
+    killed(lambda: command("again", *one), Run, "run_update", 3)
     folder = ordinary.folder.parent
     for words, message in (
         (["--epochs", "3"], "updates must be 7, got 11"),
@@ -133,10 +130,7 @@ def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(command, fil
     words = ["finetune", *named, "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")]
     assert main([*words, "--resume"]) == 2
     assert "holds no run to resume" in capsys.readouterr().err
-    with pytest.MonkeyPatch.context() as patch:
-        die_at(patch, Run, "run_update", 6)
-        with pytest.raises(Killed):
-            main([*words, "--peak-lr", "1e-3", "--keep", "3"])
+    killed(lambda: main([*words, "--peak-lr", "1e-3", "--keep", "3"]), Run, "run_update", 6)
     assert main([*words, "--peak-lr", "1e-3", "--keep", "3"]) == 2
     assert "was choosing its epochs; resume it" in " ".join(capsys.readouterr().err.split())
     assert main([*words, "--peak-lr", "2e-3", "--keep", "3", "--resume"]) == 2
