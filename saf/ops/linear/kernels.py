@@ -26,6 +26,7 @@ from torch import Tensor
 from saf.ops.heads import heads_like
 from saf.ops.launch import add_product, cdiv, launch, strides
 from saf.ops.linear.op import CHUNK, LinearTables
+from saf.ops.operator import product_precision
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
@@ -75,12 +76,11 @@ def _stretch(chunks: int, blocks: int) -> int:
 def linear_matmul(
     x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, *, transpose: bool,
     left_pad: Tensor | None = None, out: Tensor | None = None, config: LinearConfig | None = None,
-    precision: str = "ieee",
 ) -> Tensor:  # fmt: skip
     """Do `linear_product`, whose arguments these are, head by head; deterministic.
 
-    `x` has unit stride in D and any others, `before` and `after` are float32. `out`, `config` and `precision` are those
-    of `toeplitz_matmul`. Memory and scalings beyond the T positions of x are not used.
+    `x` has unit stride in D and any others, `before` and `after` are float32. `out` and `config` are those of
+    `toeplitz_matmul`. Memory and scalings beyond the T positions of x are not used.
     """
     assert (x.stride(3), tables.near.dtype, len(tables.near)) == (1, x.dtype, x.shape[1])
     assert tables.num_tiles <= 3, "a band must end within two chunks"
@@ -94,7 +94,8 @@ def linear_matmul(
     reach, rows, poles, powers = _sizes(tables)
     constants = {
         "D": dim, "C": rows, "P": poles, "BN": config.columns, "POWERS": powers, "REVERSE": transpose,
-        "PADDED": left_pad is not None, "EVEN_N": columns % config.columns == 0, "PRECISION": precision,
+        "PADDED": left_pad is not None, "EVEN_N": columns % config.columns == 0,
+        "PRECISION": product_precision(x.dtype),
     }  # fmt: skip
     of_states, of_mix = (
         constants | {"STAGES": stages, "num_warps": warps, "num_stages": stages, "device": x.device}
@@ -267,17 +268,15 @@ STEP_COLUMNS = 32
 """Columns of a program of `fill_kernel` and `step_kernel`: one sequence has few, for many multiprocessors."""
 
 
-def fill(
-    x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor,
-    sums: Tensor, *, precision: str,
-) -> None:  # fmt: skip
+def fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor) -> None:
     """Do `fill_state`, whose arguments these are; `ring` and `sums` are contiguous."""
     batch, heads, length, dim = x.shape
     reach, rows, poles, powers = _sizes(tables)
     columns = batch * dim
     constants = {
         "D": dim, "C": rows, "P": poles, "BN": STEP_COLUMNS, "POWERS": powers,
-        "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0, "PRECISION": precision, "num_warps": 4,
+        "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0,
+        "PRECISION": product_precision(x.dtype), "num_warps": 4,
     }  # fmt: skip
     pad = before if left_pad is None else left_pad  # any pointer: unpadded kernels do not read it
     blocks = cdiv(columns, STEP_COLUMNS)
@@ -301,21 +300,23 @@ def fill(
 
 
 def step(
-    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None,
-    first: Tensor | int, ring: Tensor, sums: Tensor, out: Tensor, *, precision: str,
-) -> None:  # fmt: skip
-    """Do `step_state`, whose arguments these are, and write into `out`."""
+    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, first: Tensor | int, left_pad: Tensor | None,
+    ring: Tensor, sums: Tensor,
+) -> Tensor:  # fmt: skip
+    """Do `step_state`, whose arguments these are; `first` is on the device or a number."""
     batch, heads, rows, dim = x.shape
     reach, chunk, poles, powers = _sizes(tables)
-    columns, on_device = batch * dim, isinstance(first, Tensor)
+    columns, on_device, out = batch * dim, isinstance(first, Tensor), heads_like(x, heads)
     pad = before if left_pad is None else left_pad  # any pointer: unpadded kernels do not read it
-    launch(
-        step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, pad, after, *tables,
-        first if on_device else before, ring, sums, out, rows, 0 if on_device else first, columns, *strides(x, out),
-        before.stride(0), after.stride(0),
-        D=dim, C=chunk, P=poles, BN=STEP_COLUMNS, REACH=reach, POWERS=powers, PADDED=left_pad is not None,
-        ON_DEVICE=on_device, PRECISION=precision, num_warps=4, device=x.device,
-    )  # fmt: skip
+    if out.numel():
+        launch(
+            step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, pad, after, *tables,
+            first if on_device else before, ring, sums, out, rows, 0 if on_device else first, columns,
+            *strides(x, out), before.stride(0), after.stride(0),
+            D=dim, C=chunk, P=poles, BN=STEP_COLUMNS, REACH=reach, POWERS=powers, PADDED=left_pad is not None,
+            ON_DEVICE=on_device, PRECISION=product_precision(x.dtype), num_warps=4, device=x.device,
+        )  # fmt: skip
+    return out
 
 
 @triton.jit(do_not_specialize=["T", "stretches"])
@@ -368,16 +369,16 @@ def step_kernel(
     """
     i_h, i_n = tl.program_id(0).to(tl.int64), tl.program_id(1)
     o_p, o_t = tl.arange(0, P), tl.arange(0, C)
-    o_n = i_n * BN + tl.arange(0, BN)
-    m_n = o_n < N
+    o_n, m_n, o_x, p_x, p_before, pad = find_columns(
+        x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h, D, BN, PADDED
+    )
     o_seq, o_d = (o_n // D).to(tl.int64), o_n % D
-    p_x = x_ptr + i_h * x_stride_h + o_seq * x_stride_b + o_d
     p_out = out_ptr + i_h * out_stride_h + o_seq * out_stride_b + o_d
-    p_before, p_after = before_ptr + i_h * before_stride_h, after_ptr + i_h * after_stride_h
-    pad = load_padding(pad_ptr, o_n, m_n, D, PADDED)
-    p_ring = ring_ptr + (o_seq * tl.num_programs(0) + i_h) * ((REACH + 1) * C * D) + o_d
+    p_after = after_ptr + i_h * after_stride_h
+    o_state = o_seq * tl.num_programs(0) + i_h
+    p_ring = ring_ptr + o_state * ((REACH + 1) * C * D) + o_d
     p_tile = p_ring[None, :] + o_t[:, None] * D
-    p_sums = sums_ptr + ((o_seq * tl.num_programs(0) + i_h) * (4 * P * D) + o_d)[None, :] + o_p[:, None] * D
+    p_sums = sums_ptr + (o_state * (4 * P * D) + o_d)[None, :] + o_p[:, None] * D
     m_p = m_n[None, :]
     first = tl.load(first_ptr).to(tl.int32) if ON_DEVICE else place
     for row in range(0, rows):
@@ -392,7 +393,7 @@ def step_kernel(
             _store_state(p_now, b_re, b_im, m_p, P * D)
         own = first + row - pad
         real = m_n & (own >= 0)
-        b_x = tl.load(p_x + row * x_stride_t, mask=m_n, other=0.0)
+        b_x = tl.load(p_x + o_x + row * x_stride_t, mask=m_n, other=0.0)
         b_u = b_x.to(tl.float32) * tl.load(p_before + own, mask=real, other=0.0)
         tl.store(p_ring + ((chunk % (REACH + 1)) * C + t) * D, b_u.to(b_x.dtype), mask=m_n)
         tl.debug_barrier()  # what the program stored, other threads of it read

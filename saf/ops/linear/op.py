@@ -1,16 +1,18 @@
 """Frozen heads with exponential patterns in linear time, by a chunked sum, and the state that decoding goes on from.
 
-    y[i] = after[i] * sum_{j<=i} g(i - j) before[j] x[j]
+    y[i] = after[i] sum_{j<=i} g(i - j) before[j] x[j]
 
 Positions are cut into chunks of C rows, u = before x. With N tiles, chunk c of the output is, by Eq. (S.32),
 
-    after * (G_0 u_c + G_1 u_{c-1} + ... + G_{N-1} u_{c-N+1} + L h_c),     h_c = M h_{c-1} + W u_{c-N}
+    y_c = after (G_0 u_c + G_1 u_{c-1} + ... + G_{N-1} u_{c-N+1} + L h_c),     h_c = M h_{c-1} + W u_{c-N}
 
 Tiles G_n `[C, C]` of g (`near`) serve pairs of rows in one chunk, or in chunks so near that the band of g reaches them.
 A state h serves all larger distances: for each pole of (S.31) it is the sum of `exp((-damping + i frequency) distance)
 u` over the rows behind the tiles. W (`write`) adds a chunk to it, L (`read`) reads it, M (`turns`) rotates and decays
-it by C positions. `linear_product` is P V; its gradient dV = P^T dO is the same product with time reversed. Here are
-the operators, the algorithm in plain PyTorch and the tables; kernels.py has it in Triton.
+it by C positions. The gradient dV = P^T dO is the same product with time reversed.
+
+Here are the sum in plain PyTorch, its tables, the operator, the state of decoding and the backend; kernels.py has the
+sum and the state in Triton.
 """
 
 from collections.abc import Sequence
@@ -24,7 +26,7 @@ from saf.errors import UnsupportedError
 from saf.ops.backend import Backend, Tables, ValueHeads
 from saf.ops.flash_decode.op import decode_maps
 from saf.ops.heads import heads_like, take_heads, unit_stride
-from saf.ops.operator import operator, product_precision, uses_triton
+from saf.ops.operator import operator, uses_triton
 from saf.ops.positions import CachePosition
 from saf.patterns import DampedCosines, ExponentialPattern
 
@@ -65,43 +67,161 @@ class LinearTables(NamedTuple):
         return self.near.shape[-1]
 
 
-class Linear(Backend):
-    """Execute exponential patterns in linear time.
+# --- the chunked sum in plain PyTorch
 
-    Its tables: those of `LinearTables`; `key_scale` exp(alpha), `row_scale` 1/Z and, for single rows, `distance` g,
-    `[F, T]`.
+
+def chunked_product(
+    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None = None, *,
+    reverse: bool = False,
+) -> Tensor:  # fmt: skip
+    """Return (S.32) for `x [B, F, T, D]`, stored as `[B, T, F, D]`, in reversed time with `reverse`.
+
+    Scalings `[F, >=T]` are multiplied as `scale_rows` does; all else is float32 (float64 for float64 values).
     """
-
-    # Sums of poles in float16 would need a range that it does not have.
-    dtypes = (torch.float64, torch.float32, torch.bfloat16)
-
-    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        how = "in Triton" if uses_triton(device, dtype) else "as matrix products in PyTorch"
-        return f"chunks with a state {how}, time linear in length, for exponential patterns"
-
-    def prepare(
-        self, patterns: Sequence[Any], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: ValueHeads = None
-    ) -> dict[torch.dtype, Tables]:
-        exact, count = exact_tables(patterns, device), len(patterns)
-        prepared = {}
-        for dtype in dtypes:
-            chunked, keys, rows = linear_tables(exact, dtype)
-            tables: Tables = {**chunked._asdict(), "key_scale": keys, "row_scale": rows}
-            tables |= {"distance": exact.distance.to(dtype), "stored": (), "convolved": tuple(range(count))}
-            tables |= decode_maps(kv_head, count, device) if uses_triton(device, dtype) else {}
-            prepared[dtype] = tables
-        return prepared
-
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
-        scalings = tables["key_scale"], tables["row_scale"]
-        return linear_product(take_heads(value, heads), _chunked(tables), *scalings, left_pad, False)
+    length, rows, num_tiles = x.shape[2], tables.chunk, tables.num_tiles
+    wide = torch.promote_types(x.dtype, torch.float32)
+    chunks = -(-length // rows)
+    u = scale_rows(x, before, 0, left_pad)
+    u = pad(u.flip(2) if reverse else u, (0, 0, 0, chunks * rows - length))
+    by_chunk = u.unflatten(2, (chunks, rows)).to(wide)  # [B, F, n, C, D]
+    y = torch.zeros_like(by_chunk)
+    for back in range(min(num_tiles, chunks)):  # G_back u_{c - back}
+        near = tables.near[:, back].to(wide)
+        y[:, :, back:] += torch.einsum("fts,bfnsd->bfntd", near, by_chunk[:, :, : chunks - back])
+    if chunks > num_tiles:  # L h_c
+        states = chunk_sums(u[:, :, : (chunks - num_tiles) * rows], tables)
+        y[:, :, num_tiles:] += torch.einsum("ftp,bfnpd->bfntd", tables.read.to(wide), states)
+    y = y.flatten(2, 3)[:, :, :length]
+    return heads_like(x, x.shape[1]).copy_(scale_rows(y.flip(2) if reverse else y, after, 0, left_pad))
 
 
-def _chunked(tables: Tables) -> list[Tensor]:
-    return [tables[name] for name in LinearTables._fields]
+def scale_rows(x: Tensor, scale: Tensor, first: int, left_pad: Tensor | None) -> Tensor:
+    """Return `x [B, F, T, D]`, whose rows stand from `first` on, times `scale [F, >=T]`.
+
+    They are multiplied in float32 at least, then rounded to x's dtype. With `left_pad [B]` scalings count from there,
+    and rows before it are zero.
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    position = torch.arange(first, first + x.shape[2], device=x.device)
+    if left_pad is None:
+        factor = scale[:, position][None]
+    else:
+        position = position - left_pad[:, None]
+        factor = (scale[:, position.clamp(min=0)] * (position >= 0)).transpose(0, 1)
+    return (x.to(wide) * factor[..., None].to(wide)).to(x.dtype)
 
 
-# --- the product and its gradient
+def chunk_sums(u: Tensor, tables: LinearTables) -> Tensor:
+    """Return the state `[B, F, n, 2P, D]` at the end of each of n whole chunks of `u [B, F, n * C, D]`."""
+    wide = tables.turns.dtype
+    chunks = u.unflatten(2, (-1, tables.write.shape[-1])).to(wide)
+    states = torch.einsum("fpt,bfntd->bfnpd", tables.write.to(wide), chunks)
+    # Hillis-Steele scan: after round k a state holds 2**k chunks. Few large operations in place of one a chunk.
+    for power in range((states.shape[2] - 1).bit_length()):
+        back = 1 << power
+        later = states[:, :, back:] + turn(states[:, :, :-back], tables.turns[:, None, power])
+        states = torch.cat([states[:, :, :back], later], 2)
+    return states
+
+
+def turn(state: Tensor, factor: Tensor) -> Tensor:
+    """Return states `[..., F, *, 2P, D]` rotated and decayed by `factor [F, *, 2, P]`: M h of (S.32)."""
+    cosines, sines = state.chunk(2, -2)
+    real, imaginary = factor[..., 0, :, None], factor[..., 1, :, None]
+    return torch.cat([real * cosines - imaginary * sines, imaginary * cosines + real * sines], -2)
+
+
+# --- tables
+
+
+class ExactTables(NamedTuple):
+    """Tables of F heads in float64: those of g, g itself and exp(alpha) `[F, T]` with largest 1, and Z `[F, T]`."""
+
+    tables: LinearTables
+    distance: Tensor
+    keys: Tensor
+    sums: Tensor
+
+
+def exact_tables(patterns: Sequence[ExponentialPattern], device: torch.device, *, chunk: int = CHUNK) -> ExactTables:
+    """Return the tables of one pattern per head, before they are rounded to a dtype of values."""
+    patterns = [one.to(dtype=torch.float64, device=device) for one in patterns]
+    # The state serves distances from (N - 1) C + 1 on: N is the fewest tiles for which the band ends before that.
+    num_tiles = 1 + -(-(max(one.band.shape[-1] for one in patterns) - 1) // chunk)
+    most_poles = max(16, *(one.damping.shape[-1] for one in patterns))
+    num_poles = 1 << (most_poles - 1).bit_length()  # kernels index powers of two
+    weights = torch.stack([one.distance_weights() for one in patterns])
+    largest = weights.amax(-1, keepdim=True)
+    by_head = [_head_tables(*each, chunk, num_tiles, num_poles) for each in zip(patterns, largest, strict=True)]
+    tables = LinearTables(*(torch.stack(of_heads) for of_heads in zip(*by_head, strict=True)))
+    keys = torch.stack([one.key_logits() for one in patterns])
+    keys = (keys - keys.amax(-1, keepdim=True)).exp()
+    return ExactTables(tables, weights / largest, keys, _row_sums(tables, keys))
+
+
+def _head_tables(
+    pattern: ExponentialPattern, largest: Tensor, chunk: int, num_tiles: int, num_poles: int
+) -> LinearTables:
+    """Return the tables of one head, whose g is divided by its `largest` weight.
+
+    Up to distance w - 1 g is the band, beyond it `g(d) = sum_p Re((cosine - i sine) e^{pole (d - w)})` (S.31) with
+    `pole = -damping + i frequency`. Row s of a chunk is C - 1 - s positions before the chunk's end. The state that
+    chunk c reads ends with chunk c - N, (N - 1) C + 1 + t positions before row t of chunk c.
+    """
+    missing = (0, num_poles - pattern.damping.shape[-1])
+    damping, frequency = pad(pattern.damping, missing), pad(pattern.frequency, missing)
+    cosine, sine = pad(pattern.cosine, missing), pad(pattern.sine, missing)
+    width, reach = pattern.band.shape[-1], num_tiles * chunk
+    row = torch.arange(chunk, device=damping.device)
+
+    beyond_band = DampedCosines(damping, frequency, reach - width).sum(torch.cat([cosine, sine]))
+    g = torch.cat([pattern.band.exp(), beyond_band]) / largest
+    tile = torch.arange(num_tiles, device=damping.device)[:, None, None]
+    lag = row[:, None] - row + chunk * tile  # [N, C, C]
+    near = torch.where(lag >= 0, g[lag.clamp(min=0)], 0.0)
+
+    pole = torch.complex(-damping, frequency)
+    write = (pole[:, None] * (chunk - 1 - row)).exp()  # [P, C]
+    from_state = row[:, None] + (num_tiles - 1) * chunk + 1 - width
+    read = (pole * from_state).exp() * torch.complex(cosine, -sine) / largest  # [C, P]
+    turns = (pole * chunk * 2 ** torch.arange(TURNS, device=damping.device)[:, None]).exp()  # [K, P]
+    return LinearTables(
+        near,
+        torch.cat([write.real, write.imag]),
+        torch.cat([read.real, -read.imag], -1),  # Re(r h) = Re r Re h - Im r Im h
+        torch.stack([turns.real, turns.imag], 1),
+    )
+
+
+def _row_sums(tables: LinearTables, keys: Tensor) -> Tensor:
+    """Return Z `[F, T]` float64: the product of the tables with a column of ones."""
+    ones = torch.ones(1, *keys.shape, 1, dtype=torch.float64, device=keys.device)
+    wide = LinearTables(*(x.double() for x in tables))
+    return chunked_product(ones, wide, keys, torch.ones_like(keys))[0, :, :, 0]
+
+
+def linear_tables(exact: ExactTables, dtype: torch.dtype) -> tuple[LinearTables, Tensor, Tensor]:
+    """Return the tables, exp(alpha) `[F, T]` and 1/Z `[F, T]`, for values of `dtype`.
+
+    Scalings are float32, float64 for float64 values. Z is computed in float64 from the rounded tables, on the rounded
+    exp(alpha): rows of what is executed sum to one. Raises UnsupportedError for a pattern whose sums `dtype` cannot
+    hold.
+    """
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    near, write, read, turns = exact.tables
+    rounded = LinearTables(near.to(dtype), write.to(dtype), read.to(dtype), turns.to(wide))
+    sums = _row_sums(rounded, exact.keys.to(dtype).double())
+    inverse = (1 / sums).to(wide).contiguous()
+    close = (sums / exact.sums - 1).abs() <= ROW_SUM_TOLERANCE
+    if not bool((inverse.isfinite() & (inverse > 0) & close).all()):
+        raise UnsupportedError(
+            f"values of {dtype} cannot hold the sums of an exponential pattern: its poles cancel too much, or its keys "
+            "range too far; use pattern.to_compact()"
+        )
+    return rounded, exact.keys.to(wide), inverse
+
+
+# --- the operator and its gradient
 
 
 def _save_tables(ctx, inputs, output) -> None:
@@ -120,7 +240,7 @@ def value_gradient(ctx, gradient: Tensor):
     return result, [None] * len(tables), None, None, None, None
 
 
-def _product_like(x, tables, before, after, left_pad, transpose) -> Tensor:
+def _product_like(x, *_) -> Tensor:
     return heads_like(x, x.shape[1])
 
 
@@ -138,12 +258,11 @@ def linear_product(
     if uses_triton(x.device, x.dtype):
         from saf.ops.linear.kernels import linear_matmul
 
-        options = {"left_pad": left_pad, "precision": product_precision(x.dtype)}
-        return linear_matmul(unit_stride(x), chunked, before, after, transpose=transpose, **options)
+        return linear_matmul(unit_stride(x), chunked, before, after, transpose=transpose, left_pad=left_pad)
     return chunked_product(x, chunked, before, after, left_pad, reverse=transpose)
 
 
-# --- decoding
+# --- the state of decoding
 
 
 class RecurrentState(NamedTuple):
@@ -186,11 +305,7 @@ class RecurrentState(NamedTuple):
         return step_state(value, chunked, before, after, on_device, on_host, left_pad, self.ring, self.sums)
 
 
-def _nothing(x, tables, before, left_pad, ring, sums) -> None:
-    return None
-
-
-@operator("linear_fill", fake=_nothing, mutates=("ring", "sums"))
+@operator("linear_fill", fake=lambda *_: None, mutates=("ring", "sums"))
 def fill_state(
     x: Tensor, tables: list[Tensor], before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor
 ) -> None:
@@ -201,7 +316,7 @@ def fill_state(
     elif ring.numel():
         from saf.ops.linear.kernels import fill
 
-        fill(unit_stride(x), chunked, before, left_pad, ring, sums, precision=product_precision(x.dtype))
+        fill(unit_stride(x), chunked, before, left_pad, ring, sums)
 
 
 def _fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor) -> None:
@@ -209,22 +324,18 @@ def _fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | No
     num_tiles, rows = tables.num_tiles, tables.chunk
     ring.zero_()
     sums.zero_()
-    scaled, last = scale_rows(x, before, 0, left_pad), (x.shape[2] - 1) // rows
+    u, last = scale_rows(x, before, 0, left_pad), (x.shape[2] - 1) // rows
     for back in range(min(num_tiles, last) + 1):
-        chunk = scaled[:, :, (last - back) * rows : (last - back + 1) * rows]
+        chunk = u[:, :, (last - back) * rows : (last - back + 1) * rows]
         ring[:, :, (last - back) % (num_tiles + 1), : chunk.shape[2]] = chunk
     if last >= num_tiles:
-        states = chunk_sums(scaled[:, :, : (last - num_tiles + 1) * rows], tables)
+        states = chunk_sums(u[:, :, : (last - num_tiles + 1) * rows], tables)
         sums[:, :, last % 2] = states[:, :, -1]
         if last > num_tiles:
             sums[:, :, (last + 1) % 2] = states[:, :, -2]
 
 
-def _step_like(x, tables, before, after, first, host_first, left_pad, ring, sums) -> Tensor:
-    return heads_like(x, x.shape[1])
-
-
-@operator("linear_step", fake=_step_like, mutates=("ring", "sums"))
+@operator("linear_step", fake=_product_like, mutates=("ring", "sums"))
 def step_state(
     x: Tensor, tables: list[Tensor], before: Tensor, after: Tensor, first: Tensor | None, host_first: int,
     left_pad: Tensor | None, ring: Tensor, sums: Tensor,
@@ -234,191 +345,74 @@ def step_state(
     The first of them stands at `first` (`[]`, on the device), at `host_first` where that is None. Other arguments are
     those of `linear_product`. For more than `STEP_ROWS` rows the host waits for the device.
     """
-    chunked, out = LinearTables(*tables), heads_like(x, x.shape[1])
+    chunked = LinearTables(*tables)
     if not uses_triton(x.device, x.dtype) or x.shape[2] > STEP_ROWS:
-        _step(x, chunked, before, after, host_first if first is None else int(first), left_pad, ring, sums, out)
-    elif out.numel():
-        from saf.ops.linear.kernels import step
+        at = host_first if first is None else int(first)
+        return _step(x, chunked, before, after, at, left_pad, ring, sums)
+    from saf.ops.linear.kernels import step
 
-        at, precision = host_first if first is None else first, product_precision(x.dtype)
-        step(unit_stride(x), chunked, before, after, left_pad, at, ring, sums, out, precision=precision)
-    return out
+    at = host_first if first is None else first
+    return step(unit_stride(x), chunked, before, after, at, left_pad, ring, sums)
 
 
 def _step(
     x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, first: int, left_pad: Tensor | None, ring: Tensor,
-    sums: Tensor, out: Tensor,
-) -> None:  # fmt: skip
-    """Do `step_state` in plain PyTorch, chunk by chunk, and write into `out`."""
-    num_tiles, slots = tables.num_tiles, tables.num_tiles + 1
-    scaled = scale_rows(x, before, first, left_pad)
+    sums: Tensor,
+) -> Tensor:  # fmt: skip
+    """Do `step_state` in plain PyTorch, chunk by chunk."""
+    num_tiles, slots, wide = tables.num_tiles, tables.num_tiles + 1, sums.dtype
+    u, y = scale_rows(x, before, first, left_pad), heads_like(x, x.shape[1])
     row = 0
     while row < x.shape[2]:
         chunk, begin = divmod(first + row, tables.chunk)
         count = min(tables.chunk - begin, x.shape[2] - row)
         within = slice(begin, begin + count)
         if not begin:  # h_c = M h_{c-1} + W u_{c-N}
-            added = tables.write.to(sums.dtype) @ ring[:, :, (chunk - num_tiles) % slots].to(sums.dtype)
+            added = tables.write.to(wide) @ ring[:, :, (chunk - num_tiles) % slots].to(wide)
             sums[:, :, chunk % 2] = turn(sums[:, :, (chunk - 1) % 2], tables.turns[:, 0]) + added
-        ring[:, :, chunk % slots, within] = scaled[:, :, row : row + count]
-        total = tables.read[:, within].to(sums.dtype) @ sums[:, :, chunk % 2]
+        ring[:, :, chunk % slots, within] = u[:, :, row : row + count]
+        total = tables.read[:, within].to(wide) @ sums[:, :, chunk % 2]
         for back in range(num_tiles):
-            earlier = ring[:, :, (chunk - back) % slots].to(sums.dtype)
-            total += tables.near[:, back, within].to(sums.dtype) @ earlier
-        out[:, :, row : row + count] = scale_rows(total, after, first + row, left_pad)
+            total += tables.near[:, back, within].to(wide) @ ring[:, :, (chunk - back) % slots].to(wide)
+        y[:, :, row : row + count] = scale_rows(total, after, first + row, left_pad)
         row += count
+    return y
 
 
-# --- the chunked sum in plain PyTorch
+# --- the backend
 
 
-def scale_rows(x: Tensor, scale: Tensor, first: int, left_pad: Tensor | None) -> Tensor:
-    """Return `x [B, F, T, D]`, whose rows stand from `first` on, times `scale [F, >=T]`.
+class Linear(Backend):
+    """Execute exponential patterns in linear time.
 
-    They are multiplied in float32 at least, then rounded to x's dtype. With `left_pad [B]` scalings count from there,
-    and rows before it are zero.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    position = torch.arange(first, first + x.shape[2], device=x.device)
-    if left_pad is None:
-        factor = scale[:, position][None]
-    else:
-        position = position - left_pad[:, None]
-        factor = (scale[:, position.clamp(min=0)] * (position >= 0)).transpose(0, 1)
-    return (x.to(wide) * factor[..., None].to(wide)).to(x.dtype)
-
-
-def turn(state: Tensor, factor: Tensor) -> Tensor:
-    """Return states `[..., F, *, 2P, D]` rotated and decayed by `factor [F, *, 2, P]`: M h of (S.32)."""
-    cosines, sines = state.chunk(2, -2)
-    real, imaginary = factor[..., 0, :, None], factor[..., 1, :, None]
-    return torch.cat([real * cosines - imaginary * sines, imaginary * cosines + real * sines], -2)
-
-
-def chunk_sums(scaled: Tensor, tables: LinearTables) -> Tensor:
-    """Return the state `[B, F, n, 2P, D]` at the end of each of n whole chunks of `scaled [B, F, n * C, D]`."""
-    wide = tables.turns.dtype
-    chunks = scaled.unflatten(2, (-1, tables.write.shape[-1])).to(wide)
-    states = torch.einsum("fpt,bfntd->bfnpd", tables.write.to(wide), chunks)
-    # Hillis-Steele scan: after round k a state holds 2**k chunks. Few large operations in place of one a chunk.
-    for power in range((states.shape[2] - 1).bit_length()):
-        back = 1 << power
-        later = states[:, :, back:] + turn(states[:, :, :-back], tables.turns[:, None, power])
-        states = torch.cat([states[:, :, :back], later], 2)
-    return states
-
-
-def chunked_product(
-    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None = None, *,
-    reverse: bool = False,
-) -> Tensor:  # fmt: skip
-    """Return (S.32) for `x [B, F, T, D]`, stored as `[B, T, F, D]`, in reversed time with `reverse`.
-
-    Scalings `[F, >=T]` are multiplied as `scale_rows` does; all else is float32 (float64 for float64 values).
-    """
-    length, rows, num_tiles = x.shape[2], tables.chunk, tables.num_tiles
-    wide = torch.promote_types(x.dtype, torch.float32)
-    chunks = -(-length // rows)
-    scaled = scale_rows(x, before, 0, left_pad)
-    scaled = pad(scaled.flip(2) if reverse else scaled, (0, 0, 0, chunks * rows - length))
-    columns = scaled.unflatten(2, (chunks, rows)).to(wide)
-    total = torch.zeros_like(columns)
-    for back in range(min(num_tiles, chunks)):
-        near = tables.near[:, back].to(wide)
-        total[:, :, back:] += torch.einsum("fts,bfnsd->bfntd", near, columns[:, :, : chunks - back])
-    if chunks > num_tiles:
-        states = chunk_sums(scaled[:, :, : (chunks - num_tiles) * rows], tables)
-        total[:, :, num_tiles:] += torch.einsum("ftp,bfnpd->bfntd", tables.read.to(wide), states)
-    total = total.flatten(2, 3)[:, :, :length]
-    return heads_like(x, x.shape[1]).copy_(scale_rows(total.flip(2) if reverse else total, after, 0, left_pad))
-
-
-# --- the tables
-
-
-class ExactTables(NamedTuple):
-    """The tables of F heads in float64, before they are rounded to a dtype of values.
-
-    Attributes:
-        tables: `LinearTables` of g.
-        distance: g, `[F, T]`, largest 1.
-        keys: exp(alpha), `[F, T]`, largest 1.
-        sums: Z, `[F, T]`.
+    Its tables: those of `LinearTables`; `key_scale` exp(alpha), `row_scale` 1/Z and, for single rows, `distance` g,
+    `[F, T]`.
     """
 
-    tables: LinearTables
-    distance: Tensor
-    keys: Tensor
-    sums: Tensor
+    # Sums of poles in float16 would need a range that it does not have.
+    dtypes = (torch.float64, torch.float32, torch.bfloat16)
+
+    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
+        how = "in Triton" if uses_triton(device, dtype) else "as matrix products in PyTorch"
+        return f"chunks with a state {how}, time linear in length, for exponential patterns"
+
+    def prepare(
+        self, patterns: Sequence[Any], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: ValueHeads = None
+    ) -> dict[torch.dtype, Tables]:
+        exact, count = exact_tables(patterns, device), len(patterns)
+        prepared = {}
+        for dtype in dtypes:
+            chunked, keys, rows = linear_tables(exact, dtype)
+            tables: Tables = {**chunked._asdict(), "key_scale": keys, "row_scale": rows}
+            tables |= {"distance": exact.distance.to(dtype), "stored": (), "convolved": tuple(range(count))}
+            tables |= decode_maps(kv_head, count, device) if uses_triton(device, dtype) else {}
+            prepared[dtype] = tables
+        return prepared
+
+    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+        scalings = tables["key_scale"], tables["row_scale"]
+        return linear_product(take_heads(value, heads), _chunked(tables), *scalings, left_pad, False)
 
 
-def exact_tables(patterns: Sequence[ExponentialPattern], device: torch.device, *, chunk: int = CHUNK) -> ExactTables:
-    """Return the tables of one pattern per head."""
-    patterns = [one.to(dtype=torch.float64, device=device) for one in patterns]
-    # The state serves distances from (N - 1) C + 1 on: N is the fewest tiles for which the band ends before that.
-    num_tiles = 1 + -(-(max(one.band.shape[-1] for one in patterns) - 1) // chunk)
-    most_poles = max(16, *(one.damping.shape[-1] for one in patterns))
-    num_poles = 1 << (most_poles - 1).bit_length()  # kernels index powers of two
-    weights = torch.stack([one.distance_weights() for one in patterns])
-    largest = weights.amax(-1, keepdim=True)
-    by_head = [_head_tables(*each, chunk, num_tiles, num_poles) for each in zip(patterns, largest, strict=True)]
-    tables = LinearTables(*(torch.stack(of_heads) for of_heads in zip(*by_head, strict=True)))
-    keys = torch.stack([one.key_logits() for one in patterns])
-    keys = (keys - keys.amax(-1, keepdim=True)).exp()
-    return ExactTables(tables, weights / largest, keys, _row_sums(tables, keys))
-
-
-def _head_tables(
-    pattern: ExponentialPattern, largest: Tensor, rows: int, num_tiles: int, num_poles: int
-) -> tuple[Tensor, ...]:
-    """Return `LinearTables` of one head, g divided by its `largest` weight."""
-    width, padding = pattern.band.shape[-1], num_poles - pattern.damping.shape[-1]
-    damping, frequency, cosine, sine = (
-        pad(x, (0, padding)) for x in (pattern.damping, pattern.frequency, pattern.cosine, pattern.sine)
-    )
-    far = DampedCosines(damping, frequency, num_tiles * rows - width).sum(torch.cat([cosine, sine]))
-    weights = torch.cat([pattern.band.exp(), far]) / largest
-    row = torch.arange(rows, device=damping.device)
-    lag = row[:, None] - row + rows * torch.arange(num_tiles, device=damping.device)[:, None, None]
-    near = torch.where(lag >= 0, weights[lag.clamp(min=0)], 0.0)
-
-    pole = torch.complex(-damping, frequency)
-    write = (pole[:, None] * (rows - 1 - row)).exp()
-    # h_c ends with the last row of chunk c - N, which is (N - 1) C + 1 positions before row 0 of chunk c.
-    # c cos + s sin = Re((c - is) e^{iwt}); Re(r h) = Re r Re h - Im r Im h.
-    read = (pole * (row[:, None] + (num_tiles - 1) * rows + 1 - width)).exp() * torch.complex(cosine, -sine) / largest
-    turns = (pole * rows * 2 ** torch.arange(TURNS, device=damping.device)[:, None]).exp()
-    return (
-        near,
-        torch.cat([write.real, write.imag]),
-        torch.cat([read.real, -read.imag], -1),
-        torch.stack([turns.real, turns.imag], 1),
-    )
-
-
-def _row_sums(tables: LinearTables, keys: Tensor) -> Tensor:
-    """Return Z `[F, T]` float64: the product of the tables with a column of ones."""
-    ones = torch.ones(1, *keys.shape, 1, dtype=torch.float64, device=keys.device)
-    wide = LinearTables(*(x.double() for x in tables))
-    return chunked_product(ones, wide, keys, torch.ones_like(keys))[0, :, :, 0]
-
-
-def linear_tables(exact: ExactTables, dtype: torch.dtype) -> tuple[LinearTables, Tensor, Tensor]:
-    """Return the tables, exp(alpha) `[F, T]` and 1/Z `[F, T]`, for values of `dtype`.
-
-    Scalings are float32, float64 for float64 values. Z is computed in float64 from the rounded tables, on the rounded
-    exp(alpha): rows of what is executed sum to one. Raises UnsupportedError for a pattern whose sums `dtype` cannot
-    hold.
-    """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    near, write, read, turns = exact.tables
-    rounded = LinearTables(near.to(dtype), write.to(dtype), read.to(dtype), turns.to(wide))
-    sums = _row_sums(rounded, exact.keys.to(dtype).double())
-    inverse = (1 / sums).to(wide).contiguous()
-    close = (sums / exact.sums - 1).abs() <= ROW_SUM_TOLERANCE
-    if not bool((inverse.isfinite() & (inverse > 0) & close).all()):
-        raise UnsupportedError(
-            f"values of {dtype} cannot hold the sums of an exponential pattern: its poles cancel too much, or its keys "
-            "range too far; use pattern.to_compact()"
-        )
-    return rounded, exact.keys.to(wide), inverse
+def _chunked(tables: Tables) -> list[Tensor]:
+    return [tables[name] for name in LinearTables._fields]
