@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from saf.ops.flash_decode.kernels import decode
-from saf.ops.fused.kernels import choose_config as fused_config
 from saf.ops.fused.kernels import fused_backward, fused_forward
 from saf.ops.fused.op import COMPACT, DENSE, LIVE, FusedTables, head_maps, shifted_band
 from saf.ops.launch import launch as run
@@ -132,8 +131,8 @@ def fused_rows() -> Iterator[tuple[str, list[Launch]]]:
     """Layers with all kinds of heads, each with its own value head or in a group; and few tokens."""
     for dtype, dims in FUSED.items():
         for dim in dims:
-            query, value = (empty(2, 4096, heads, dim, dtype=dtype).transpose(1, 2) for heads in (2, 4))
-            pattern, lse = empty(1, 4096), empty(2, 2, 4096)
+            query, value = (empty(4, 4096, heads, dim, dtype=dtype).transpose(1, 2) for heads in (2, 4))
+            pattern, lse = empty(1, 4096), empty(4, 2, 4096)
             patterns = (pattern, shifted_band(pattern), pattern, empty(1, 4096, 4096, dtype=dtype))
             kinds, name = (LIVE, LIVE, COMPACT, DENSE), f"{NAMES[dtype]} D{dim}"
 
@@ -141,14 +140,12 @@ def fused_rows() -> Iterator[tuple[str, list[Launch]]]:
                 tables = FusedTables(*head_maps(kinds, value_heads, "meta").values(), *patterns)
                 return tables, tuple(kinds.count(kind) for kind in (LIVE, COMPACT, DENSE)), 0.125
 
-            config = fused_config(dim=dim, dtype=dtype)
-            yield name, recorded(fused_forward, query, query, value, *layer(kinds, range(4)), config=config)
+            yield name, recorded(fused_forward, query, query, value, *layer(kinds, range(4)))
             operands = value, query, query, value, value, lse
             yield name, recorded(fused_backward, *operands, *layer(kinds, range(4)))
             if dtype == torch.bfloat16 and dim <= 128:  # others take the same blocks
-                config = fused_config(dim=dim, dtype=dtype, few=True)
                 few = [x[:, :, :512] for x in (query, query, value[:, :3])]
-                yield f"few {name}", recorded(fused_forward, *few, *layer(kinds[:3], range(3)), config=config)
+                yield f"few {name}", recorded(fused_forward, *few, *layer(kinds[:3], range(3)))
                 operands = value, query, query[:, :1], value[:, :1], value, lse
                 yield f"grouped {name}", recorded(fused_backward, *operands, *layer(kinds, (0, 0, 0, 0)))[1:2]
 

@@ -48,41 +48,46 @@ class Blocks(NamedTuple):
         """Return the compile-time arguments that follow from sizes and shape; float32 products are exact."""
         return {
             "D": dim, "DP": padded_channels(dim), "BM": self.block_m, "BK": self.block_k,
-            "EVEN": length % max(self.block_m, self.block_k) == 0, "PRECISION": "ieee", "STAGES": self.num_stages,
+            "EVEN": length % max(self.block_m, self.block_k) == 0, "STAGES": self.num_stages,
             "num_warps": self.num_warps, "num_stages": self.num_stages,
         }  # fmt: skip
 
 
-class FusedConfig(NamedTuple):
-    """Block sizes of the three fused kernels: forward, key blocks (dV and dK), query blocks (dQ)."""
+def choose_forward(*, dim: int, dtype: torch.dtype, few: bool) -> Blocks:
+    """Return the blocks of the forward kernel: the fastest of those tried on an H200 with some heads frozen.
 
-    forward: Blocks
-    keys: Blocks
-    queries: Blocks
-
-
-def choose_config(*, dim: int, dtype: torch.dtype, grouped: bool = False, few: bool = False) -> FusedConfig:
-    """Return block sizes for D = `dim`: the fastest of those tried on an H200 with some heads frozen (docs/log.md).
-
-    With `grouped` heads the backward's loop over heads takes registers, so that blocks of keys are smaller; with `few`
-    programs in the forward pass (`FEW_ROWS`) blocks of queries are.
+    With `few` programs (`FEW_ROWS`) blocks of queries are smaller (docs/log.md).
     """
     if dtype == torch.float32:
-        small = Blocks(32 if dim <= 64 else 16, 32 if dim <= 128 else 16, 4 if dim <= 64 else 8, 1)
-        return FusedConfig(small, small, small)
+        return _small(dim)
+    if dim <= 128:
+        return Blocks(128 if dim <= 64 and not few else 64, 64, 4, 3)
+    return Blocks(64, 64, 8, 1)
+
+
+def choose_backward(*, dim: int, dtype: torch.dtype, grouped: bool) -> tuple[Blocks, Blocks]:
+    """Return the blocks of the key-block kernel (dV and dK) and of the query-block kernel (dQ), chosen alike.
+
+    With `grouped` heads the loop over heads takes registers, so that blocks of keys are smaller.
+    """
+    if dtype == torch.float32:
+        return _small(dim), _small(dim)
     queries = Blocks(128, 64, 8, 3)
     if dim <= 64:
-        keys = Blocks(64, 64, 4, 1) if grouped else Blocks(128, 64, 4, 2)
-        return FusedConfig(Blocks(64 if few else 128, 64, 4, 3), keys, queries)
+        return Blocks(64, 64, 4, 1) if grouped else Blocks(128, 64, 4, 2), queries
     if dim <= 128:
-        keys = Blocks(32, 64, 4, 2) if grouped else Blocks(64, 128, 8, 2)
-        return FusedConfig(Blocks(64, 64, 4, 3), keys, queries)
-    return FusedConfig(Blocks(64, 64, 8, 1), Blocks(32, 32, 8, 1), Blocks(32, 32, 4, 1))
+        return Blocks(32, 64, 4, 2) if grouped else Blocks(64, 128, 8, 2), queries
+    return Blocks(32, 32, 8, 1), Blocks(32, 32, 4, 1)
+
+
+def _small(dim: int) -> Blocks:
+    """Return the blocks of float32 operands: without matrix units sums are in registers."""
+    return Blocks(32 if dim <= 64 else 16, 32 if dim <= 128 else 16, 4 if dim <= 64 else 8, 1)
 
 
 def fused_forward(
     query: Tensor, key: Tensor, value: Tensor, tables: FusedTables, counts: Sequence[int], scale: float, *,
-    config: FusedConfig | None = None, visible: bool = False,
+    visible: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Do `saf::fused` in one launch; with `visible` a compiler sees the kernel.
 
@@ -96,7 +101,7 @@ def fused_forward(
         return result, lse
     rows = batch * heads * length
     few = rows <= FEW_ROWS or rows * length <= FEW_PAIRS
-    blocks = (config or choose_config(dim=dim, dtype=value.dtype, few=few)).forward
+    blocks = choose_forward(dim=dim, dtype=value.dtype, few=few)
     grid = (batch * heads, cdiv(length, blocks.block_m))
     arguments = (
         query, key, value, result, lse, *tables[:5], *_patterns(tables), heads, live, length, scale * LOG2E.value,
@@ -134,7 +139,7 @@ def fused_backward(
     if dv.numel() == 0:
         return dq, dk, dv
     grouped = tables.group_start.numel() > 0
-    blocks = choose_config(dim=dim, dtype=value.dtype, grouped=grouped)
+    by_key, by_query = choose_backward(dim=dim, dtype=value.dtype, grouped=grouped)
     operands, delta = (query, key, value, grad, lse), torch.empty_like(lse)
     of_operands = strides(query, key, value, grad)
     if live:
@@ -143,16 +148,16 @@ def fused_backward(
             *strides(out, grad), D=dim, DP=padded_channels(dim), BM=64, num_warps=4, device=value.device,
         )  # fmt: skip
     launch(
-        key_block_kernel, (batch * num_value_heads, cdiv(length, blocks.keys.block_k)), *operands, delta, dk, dv,
+        key_block_kernel, (batch * num_value_heads, cdiv(length, by_key.block_k)), *operands, delta, dk, dv,
         tables.state, tables.query, tables.key, tables.pattern, tables.group_start, tables.group_heads,
         *_patterns(tables), num_value_heads, live, keys, length, scale, *of_operands,
-        **blocks.keys.constants(length, dim), **_kinds(counts), GROUPED=grouped, device=value.device,
+        **by_key.constants(length, dim), **_kinds(counts), GROUPED=grouped, device=value.device,
     )  # fmt: skip
     if live:
         launch(
-            query_block_kernel, (batch * live, cdiv(length, blocks.queries.block_m)), *operands, delta, dq,
+            query_block_kernel, (batch * live, cdiv(length, by_query.block_m)), *operands, delta, dq,
             tables.live, tables.key, tables.value, live, length, scale, *of_operands,
-            **blocks.queries.constants(length, dim), device=value.device,
+            **by_query.constants(length, dim), device=value.device,
         )  # fmt: skip
     return dq, dk, dv
 
@@ -178,7 +183,7 @@ def fused_forward_kernel(
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute O = P V of one (sequence, head, block of queries); the head's state selects how P is computed."""
     # Blocks with the longest sum come first.
@@ -198,20 +203,20 @@ def fused_forward_kernel(
             p_k = k_ptr + i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
             b_out = _live_rows(
                 b_out, q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_k, p_v, lse_ptr + (i_b * L + i_q) * T,
-                m0, T, scale, q_stride_t, k_stride_t, v_stride_t, D, DP, BM, BK, EVEN, PRECISION, STAGES,
+                m0, T, scale, q_stride_t, k_stride_t, v_stride_t, D, DP, BM, BK, EVEN, STAGES,
             )  # fmt: skip
     if HAS_COMPACT:  # noqa: SIM102
         if state == 1:
             b_out = _compact_rows(
                 b_out, p_v, alpha_ptr + slot * covered, band_ptr + slot * 4 * band_width(covered, PAD),
                 log_z_ptr + slot * covered, m0, T, band_width(covered, PAD), v_stride_t,
-                D, DP, BM, BK, PAD, EVEN, PRECISION, STAGES,
+                D, DP, BM, BK, PAD, EVEN, STAGES,
             )  # fmt: skip
     if HAS_DENSE:  # noqa: SIM102
         if state == 2:
             b_out = _dense_rows(
                 b_out, p_v, dense_ptr + slot * covered * covered, m0, T, covered, v_stride_t,
-                D, DP, BM, BK, EVEN, PRECISION, STAGES,
+                D, DP, BM, BK, EVEN, STAGES,
             )  # fmt: skip
     _store_rows(out_ptr + (i_b * T * H + i_h) * D, b_out, m0, H * D, T, D, DP, BM)
 
@@ -220,7 +225,7 @@ def fused_forward_kernel(
 def _live_rows(
     b_out, p_q, p_k, p_v, p_lse, m0, T, scale2, q_stride_t, k_stride_t, v_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return softmax(scale Q K^T) V of a block of queries, [BM, DP], and store its log-sum-exps."""
     o_m = m0 + tl.arange(0, BM)
@@ -231,11 +236,11 @@ def _live_rows(
     middle = (m0 // BK) * BK
     b_out, row_sum, row_max = _attend(
         b_out, row_sum, row_max, b_q, p_k, p_v, 0, middle, o_m, T, scale2, k_stride_t, v_stride_t,
-        D, DP, BK, False, True, PRECISION, STAGES,
+        D, DP, BK, False, True, STAGES,
     )  # fmt: skip
     b_out, row_sum, row_max = _attend(
         b_out, row_sum, row_max, b_q, p_k, p_v, middle, tl.minimum(m0 + BM, T), o_m, T, scale2, k_stride_t, v_stride_t,
-        D, DP, BK, True, EVEN, PRECISION, STAGES,
+        D, DP, BK, True, EVEN, STAGES,
     )  # fmt: skip
     # 0.6931... = log 2: the stored log-sum-exp is a natural logarithm.
     tl.store(p_lse + o_m, (row_max + tl.log2(row_sum)) * 0.6931471805599453, mask=o_m < T)
@@ -246,13 +251,13 @@ def _live_rows(
 def _attend(
     acc, row_sum, row_max, b_q, k_ptr, v_ptr, lo, hi, o_m, T, scale, k_stride, v_stride,
     D: tl.constexpr, DP: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Take the online softmax over key blocks in [lo, hi), in powers of two."""
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
         o_k = k0 + tl.arange(0, BK)
         b_k = load_rows(k_ptr, k0, k_stride, T, BK, D, DP, EVEN)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION) * scale
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         if MASK:
             b_s = tl.where(o_m[:, None] >= o_k[None, :], b_s, float("-inf"))
         new_max = tl.maximum(row_max, tl.max(b_s, 1))
@@ -261,7 +266,7 @@ def _attend(
         row_sum = row_sum * correction + tl.sum(b_p, 1)
         acc = acc * correction[:, None]
         b_v = load_rows(v_ptr, k0, v_stride, T, BK, D, DP, EVEN)
-        acc = add_product(acc, b_p, b_v, PRECISION)
+        acc = add_product(acc, b_p, b_v, "ieee")
         row_max = new_max
     return acc, row_sum, row_max
 
@@ -270,7 +275,7 @@ def _attend(
 def _compact_rows(
     b_out, p_v, p_alpha, p_band, p_log_z, m0, T, band_stride, v_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return sum_j exp(rho(i - j) - log Z(i) + alpha(j)) v_j (Eq. 3) of a block of queries, [BM, DP]."""
     o_m = m0 + tl.arange(0, BM)
@@ -283,7 +288,7 @@ def _compact_rows(
         b_alpha = tl.load(p_alpha + o_k, mask=o_k < T, other=float("-inf"))
         b_p = tl.exp2((b_rho - b_z[:, None]) + b_alpha[None, :])
         b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
-        b_out = add_product(b_out, b_p, b_v, PRECISION)
+        b_out = add_product(b_out, b_p, b_v, "ieee")
     return b_out
 
 
@@ -291,7 +296,7 @@ def _compact_rows(
 def _dense_rows(
     b_out, p_v, p_dense, m0, T, dense_stride, v_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Return P V of a block of queries, [BM, DP], with P in memory."""
     o_m = m0 + tl.arange(0, BM)
@@ -301,7 +306,7 @@ def _dense_rows(
         causal = (o_m < T)[:, None] & (o_m[:, None] >= o_k[None, :])
         b_p = tl.load(p_p + o_k[None, :], mask=causal, other=0.0)
         b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
-        b_out = add_product(b_out, b_p, b_v, PRECISION)
+        b_out = add_product(b_out, b_p, b_v, "ieee")
     return b_out
 
 
@@ -334,7 +339,7 @@ def key_block_kernel(
     v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, GROUPED: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dV of all heads and dK of live ones, in a fixed order, of one (sequence, value head, block of keys)."""
     i_b = (tl.program_id(0) // num_value_heads).to(tl.int64)
@@ -356,7 +361,7 @@ def key_block_kernel(
                 alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, L, T, scale,
                 q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
                 grad_stride_b, grad_stride_h, grad_stride_t,
-                D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
+                D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, STAGES,
             )  # fmt: skip
     else:
         # Without a loop over heads the compiler keeps no address of one kind of head alive through another's loop.
@@ -366,7 +371,7 @@ def key_block_kernel(
             alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, L, T, scale,
             q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
             grad_stride_b, grad_stride_h, grad_stride_t,
-            D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, PRECISION, STAGES,
+            D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, STAGES,
         )  # fmt: skip
 
     _store_rows(dv_ptr + (i_b * T * num_value_heads + i_g) * D, b_dv, k0, num_value_heads * D, T, D, DP, BK)
@@ -384,7 +389,7 @@ def _add_head(
     grad_stride_b, grad_stride_h, grad_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
     HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add one head's part to dV and dK of a block of keys; return its key head too if the head is live."""
     state = tl.load(state_ptr + i_h)
@@ -399,20 +404,20 @@ def _add_head(
                 b_dk, b_dv, k_ptr + i_b * k_stride_b + i_k.to(tl.int64) * k_stride_h, p_v,
                 q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_grad, lse_ptr + rows, delta_ptr + rows,
                 k0, T, scale * LOG2E, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
-                D, DP, BM, BK, EVEN, PRECISION, STAGES,
+                D, DP, BM, BK, EVEN, STAGES,
             )  # fmt: skip
     if HAS_COMPACT:  # noqa: SIM102
         if state == 1:
             b_dv = _compact_keys(
                 b_dv, p_grad, alpha_ptr + slot * covered, band_ptr + slot * 4 * band_width(covered, PAD),
                 log_z_ptr + slot * covered, k0, T, band_width(covered, PAD), grad_stride_t,
-                D, DP, BM, BK, PAD, EVEN, PRECISION, STAGES,
+                D, DP, BM, BK, PAD, EVEN, STAGES,
             )  # fmt: skip
     if HAS_DENSE:  # noqa: SIM102
         if state == 2:
             b_dv = _dense_keys(
                 b_dv, p_grad, dense_ptr + slot * covered * covered, k0, T, covered, grad_stride_t,
-                D, DP, BM, BK, EVEN, PRECISION, STAGES,
+                D, DP, BM, BK, EVEN, STAGES,
             )  # fmt: skip
     return b_dk, b_dv, i_k
 
@@ -422,7 +427,7 @@ def _live_keys(
     b_dk, b_dv, p_k, p_v, p_q, p_grad, p_lse, p_delta, k0, T, scale2,
     q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add a live head's part to dV and (unscaled) dK of one key block."""
     o_k = k0 + tl.arange(0, BK)
@@ -433,12 +438,12 @@ def _live_keys(
     for m0 in tl.range((k0 // BM) * BM, middle, BM, num_stages=STAGES):
         b_dk, b_dv = _live_step(
             b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_k, T, scale2, q_stride_t, grad_stride_t,
-            D, DP, BM, True, EVEN, PRECISION,
+            D, DP, BM, True, EVEN,
         )  # fmt: skip
     for m0 in tl.range(middle, T, BM, num_stages=STAGES):
         b_dk, b_dv = _live_step(
             b_dk, b_dv, b_k, b_v, p_q, p_grad, p_lse, p_delta, m0, o_k, T, scale2, q_stride_t, grad_stride_t,
-            D, DP, BM, False, EVEN, PRECISION,
+            D, DP, BM, False, EVEN,
         )  # fmt: skip
     return b_dk, b_dv
 
@@ -447,7 +452,6 @@ def _live_keys(
 def _live_step(
     b_dk, b_dv, b_k, b_v, q_ptr, grad_ptr, lse_ptr, delta_ptr, m0, o_k, T, scale2, q_stride, grad_stride,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Add one query block's part to dV and (unscaled) dK of a live head."""
     o_m = m0 + tl.arange(0, BM)
@@ -456,14 +460,14 @@ def _live_step(
     # Rows beyond T: +inf makes their weights zero.
     b_lse = tl.load(lse_ptr + o_m, mask=o_m < T, other=float("inf"))
     b_delta = tl.load(delta_ptr + o_m, mask=o_m < T, other=0.0)
-    b_s = tl.dot(b_k, tl.trans(b_q), input_precision=PRECISION)
+    b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
     b_p = tl.exp2(b_s * scale2 - (b_lse * LOG2E)[None, :])
     if MASK:
         b_p = tl.where(o_m[None, :] >= o_k[:, None], b_p, 0.0)
-    b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
-    b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision=PRECISION)
+    b_dv = add_product(b_dv, b_p, b_grad, "ieee")
+    b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")
     b_ds = b_p * (b_dp - b_delta[None, :])
-    b_dk = add_product(b_dk, b_ds, b_q, PRECISION)
+    b_dk = add_product(b_dk, b_ds, b_q, "ieee")
     return b_dk, b_dv
 
 
@@ -471,7 +475,7 @@ def _live_step(
 def _compact_keys(
     b_dv, p_grad, p_alpha, p_band, p_log_z, k0, T, band_stride, grad_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add a compact head's part, P^T dO, to dV of one key block."""
     o_k = k0 + tl.arange(0, BK)
@@ -485,7 +489,7 @@ def _compact_keys(
         b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=float("inf"))
         b_p = tl.exp2((b_rho - b_z[None, :]) + b_alpha[:, None])
         b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
-        b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
+        b_dv = add_product(b_dv, b_p, b_grad, "ieee")
     return b_dv
 
 
@@ -493,7 +497,7 @@ def _compact_keys(
 def _dense_keys(
     b_dv, p_grad, p_dense, k0, T, dense_stride, grad_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EVEN: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Add a dense head's part, P^T dO, to dV of one key block."""
     o_k = k0 + tl.arange(0, BK)
@@ -503,7 +507,7 @@ def _dense_keys(
         p_p = p_dense + o_m.to(tl.int64)[None, :] * dense_stride + o_k[:, None]
         b_p = tl.load(p_p, mask=causal, other=0.0)
         b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
-        b_dv = add_product(b_dv, b_p, b_grad, PRECISION)
+        b_dv = add_product(b_dv, b_p, b_grad, "ieee")
     return b_dv
 
 
@@ -513,7 +517,7 @@ def query_block_kernel(
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute dQ of one (batch element, live head, query block)."""
     m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
@@ -536,12 +540,12 @@ def query_block_kernel(
         o_k = k0 + tl.arange(0, BK)
         b_k = load_rows(p_k, k0, k_stride_t, T, BK, D, DP, EVEN)
         b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
+        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
         b_p = tl.exp2(b_s * scale2 - b_lse[:, None])
         b_p = tl.where(o_m[:, None] >= o_k[None, :], b_p, 0.0)
-        b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision=PRECISION)
+        b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision="ieee")
         b_ds = b_p * (b_dp - b_delta[:, None])
-        b_dq = add_product(b_dq, b_ds, b_k, PRECISION)
+        b_dq = add_product(b_dq, b_ds, b_k, "ieee")
     _store_rows(dq_ptr + (i_b * T * L + i_q) * D, b_dq * scale, m0, L * D, T, D, DP, BM)
 
 
