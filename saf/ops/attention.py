@@ -244,19 +244,25 @@ def _split_values(call: Call) -> tuple[Tensor, tuple[int, ...], Tensor, tuple[in
 
 
 def _live(call: Call, value: Tensor, live_kv: tuple[int, ...]) -> Tensor:
-    position = call.position
-    return live_heads(
-        call.query, call.key, value, live_kv, scale=call.scale, left_pad=position.left_pad, visible=position.visible,
-        kernel=call.kernel,
-    )  # fmt: skip
+    padding = {"left_pad": call.position.left_pad, "visible": call.position.visible}
+    return live_heads(call.query, call.key, value, live_kv, scale=call.scale, kernel=call.kernel, **padding)
 
 
 def _frozen(
     call: Call, frozen: FrozenHeads, parts: Sequence[FrozenPart], value: Tensor, frozen_kv: tuple[int, ...]
 ) -> Tensor:
-    """Return frozen heads, `[B, F, Tq, D]`, of `value`: those of each backend, then the trainable ones."""
-    position, backend = call.position, BACKENDS[frozen.backend]
-    takes_product, results = _takes_product(call, frozen), []
+    """Return frozen heads, `[B, F, Tq, D]`, of `value`: those of each backend, then the trainable ones.
+
+    Fixed patterns take the whole product, which is then cut, or where queries are few single rows of weights: plain
+    PyTorch, which autograd differentiates.
+    """
+    position, backend, results = call.position, BACKENDS[frozen.backend], []
+    if call.whole or position.visible is not None or call.state is not None:
+        takes_product = call.whole
+    elif frozen.trainable or backend.mixes_live:  # neither computes single rows
+        takes_product = True
+    else:  # with padding a whole product would move its values first
+        takes_product = position.left_pad is None and position.count * WHOLE_SHARE > value.shape[-2]
 
     def last_rows(x: Tensor) -> Tensor:
         return x if call.whole else x[:, :, x.shape[2] - position.count :]
@@ -278,20 +284,6 @@ def _frozen(
         result = unpadded(lambda x: backend.forward_trainable(x, *frozen.logits()), x, position.left_pad)
         results.append((frozen.trainable, last_rows(result)))
     return merge_slots(results)
-
-
-def _takes_product(call: Call, frozen: FrozenHeads) -> bool:
-    """Return whether fixed patterns take the whole product, which is then cut, instead of single rows of weights.
-
-    Rows are plain PyTorch, which autograd differentiates.
-    """
-    position = call.position
-    if call.whole or position.visible is not None or call.state is not None:
-        return call.whole
-    if frozen.trainable or BACKENDS[frozen.backend].mixes_live:  # neither computes single rows
-        return True
-    padded = position.left_pad is not None  # a whole product would move its values first
-    return not padded and position.count * WHOLE_SHARE > call.value.shape[-2]
 
 
 # --- checks

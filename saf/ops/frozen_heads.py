@@ -14,10 +14,9 @@ from torch import Tensor, nn
 
 from saf.errors import CheckpointError, InputError, UnsupportedError, check_name
 from saf.heads import EDITED, KINDS, HeadLayout
-from saf.ops.backend import Backend, Tables
+from saf.ops.backend import Backend, Reference, Tables
 from saf.ops.fused.op import Fused
 from saf.ops.linear.op import Linear
-from saf.ops.reference import Reference
 from saf.ops.toeplitz.op import Toeplitz
 from saf.patterns import Pattern, is_trainable, pattern_for_each_head
 
