@@ -3,6 +3,7 @@
 `plan_calibration` says of which layers at a time, by the memory that they take.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -65,8 +66,8 @@ def plan_calibration(
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
     check_vocabulary(adapter, sequences.ids)
-    measured, count = measurable_heads(adapter, heads), len(sequences.tokens)
-    collection = _collection(adapter, collect, measured, count, sequences.length, positions)
+    measured, sizes = measurable_heads(adapter, heads), {"sequences": len(sequences.tokens), "length": sequences.length}
+    collection = Collection(collect, measured, **sizes, dtype=adapter.dtype, positions=positions)
     free = free_bytes(torch.device("cpu"))
     if free is not None and collection.nbytes > free:
         raise InputError(
@@ -78,40 +79,20 @@ def plan_calibration(
             f"{' and '.join(whole)} cannot be collected of sequences of unequal lengths, {sequences.lengths[-1]} to "
             f"{sequences.length} tokens; pass sequences of one length, or collect the mean"
         )
-    sizes = _layer_bytes(adapter, measured, count * sequences.length)
-    groups = _groups(adapter.device, sizes, capture_bytes)
-    largest = max((sum(sizes[layer] for layer in group) for group in groups), default=0)
-    return CalibrationPlan(measured, sequences, groups, largest, collection)
+    groups, size = _groups(adapter, measured, math.prod(sizes.values()), capture_bytes)
+    return CalibrationPlan(measured, sequences, groups, size, collection)
 
 
-def _collection(
-    adapter: Adapter,
-    collect: Sequence[str],
-    heads: HeadSet,
-    count: int,
-    length: int,
-    positions: Sequence[int] | None = None,
-) -> Collection:
-    """Return the collection of these heads; a float64 model is measured in float64, others in float32."""
-    dtype = torch.float64 if adapter.dtype == torch.float64 else torch.float32
-    return Collection(collect, heads, sequences=count, length=length, dtype=dtype, positions=positions)
-
-
-def _layer_bytes(adapter: Adapter, heads: HeadSet, tokens: int) -> dict[int, int]:
-    """Return the bytes of each layer's queries and keys, in the dtype that the model computes them in."""
-    sites, dtype, device = adapter.sites(), adapter.dtype, adapter.device.type
-    if dtype == torch.float32 and torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
+def _groups(adapter: Adapter, heads: HeadSet, tokens: int, capture_bytes: int | None) -> tuple[list[list[int]], int]:
+    """Return groups of as many layers as memory holds, and the bytes of queries and keys of the largest group."""
+    sites, dtype, device = adapter.sites(), adapter.dtype, adapter.device
+    if dtype == torch.float32 and torch.amp.is_autocast_available(device.type):
+        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
     sizes = {}
     for layer in sorted({layer for layer, _ in heads}):
         queries, keys, _ = read_slots(sites[layer], heads.in_layer(layer))
         sizes[layer] = tokens * (len(queries) + len(keys)) * sites[layer].head_dim * dtype.itemsize
-    return sizes
-
-
-def _groups(device: torch.device, layer_bytes: dict[int, int], capture_bytes: int | None) -> list[list[int]]:
-    """Divide the layers into groups that are captured together, as many layers at a time as memory holds."""
-    layers, largest = list(layer_bytes), max(layer_bytes.values(), default=0) or 1
+    largest = max(sizes.values(), default=0) or 1
     limit = free_bytes(device) if capture_bytes is None else capture_bytes
     if limit is not None and largest > limit:
         raise InputError(
@@ -120,18 +101,19 @@ def _groups(device: torch.device, layer_bytes: dict[int, int], capture_bytes: in
             "pass fewer sequences, or measure fewer heads (heads=)"
         )
     if capture_bytes is None:  # all layers where the free memory is unknown
-        share = sum(layer_bytes.values()) if limit is None else int(SHARE * limit)
+        share = sum(sizes.values()) if limit is None else int(SHARE * limit)
         capture_bytes = min(share, CPU_BYTES) if device.type == "cpu" else share
-    size = max(1, capture_bytes // largest)
-    return [layers[first : first + size] for first in range(0, len(layers), size)]
+    count, layers = max(1, capture_bytes // largest), list(sizes)
+    groups = [layers[first : first + count] for first in range(0, len(layers), count)]
+    return groups, max((sum(sizes[layer] for layer in group) for group in groups), default=0)
 
 
 def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
     """Return the number of heads whose `collect` fits into half of the CPU's free memory at once; one at least."""
     free = free_bytes(torch.device("cpu"))
-    one = _collection(adapter_for(model), collect, HeadSet([(0, 0)]), sequences, length).nbytes
-    limit = COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))
-    return max(1, limit // max(one, 1))
+    dtype, limit = adapter_for(model).dtype, COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))
+    one = Collection(collect, HeadSet([(0, 0)]), sequences=sequences, length=length, dtype=dtype)
+    return max(1, limit // max(one.nbytes, 1))
 
 
 def free_bytes(device: torch.device) -> int | None:

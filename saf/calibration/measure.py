@@ -73,14 +73,19 @@ def measure_layer(
     limit = strip_elements or STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"])
     rows = max(1, min(ROWS, length, limit // (count * length)))
     group_size = max(1, limit // (count * rows * length))  # heads that share a strip
-    wide, parts = torch.float64 if query.dtype == torch.float64 else torch.float32, []
+    dtype, parts = measured_dtype(query.dtype), []
     with torch.autocast(query.device.type, enabled=False):
         for first in range(0, heads, group_size):
             group = slice(first, min(first + group_size, heads))
-            scaled = query[:, group].to(wide) * score_scale(scale, dim)
-            keys = key[:, list(kv_head[group])].to(wide)
+            scaled = query[:, group].to(dtype) * score_scale(scale, dim)
+            keys = key[:, list(kv_head[group])].to(dtype)
             parts.append(_measure_heads(scaled, keys, soft_cap, spans, rows, group, take))
     return LayerStatistics(*map(torch.cat, zip(*parts, strict=True)))
+
+
+def measured_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which a model of this dtype is measured."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _kernels_run(query: Tensor, key: Tensor) -> bool:
@@ -281,7 +286,7 @@ class Collection:
         self.positions = rows if any("R" in kind.shape for kind in self.kinds.values()) else ()
         sizes = {"F": len(heads), "N": sequences, "Q": length, "R": len(rows), "K": length}
         self._shapes = {
-            name: ([sizes[letter] for letter in kind.shape], torch.float64 if kind.is_sum else dtype)
+            name: ([sizes[letter] for letter in kind.shape], torch.float64 if kind.is_sum else measured_dtype(dtype))
             for name, kind in self.kinds.items()
         }
 

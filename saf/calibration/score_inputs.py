@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.calibration.capture import check_vocabulary, evaluation_mode
+from saf.calibration.measure import measured_dtype
 from saf.calibration.sequences import IGNORED, Batch, read_batches, read_sequences
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.models.adapter import Adapter, Rows, Site, adapter_for, find_rows, rows_of, unwrap
@@ -94,8 +95,7 @@ def _block_norms(rows: Rows, head_dim: int) -> Tensor:
             "the query and key weights have no gradients; call update() after loss.backward() and before zero_grad()"
         )
     blocks = rows.of(rows.parameter.grad).movedim(rows.dimension, 0).unflatten(0, (-1, head_dim))
-    wide = torch.float64 if blocks.dtype == torch.float64 else torch.float32
-    return torch.linalg.vector_norm(blocks, dim=(1, 2), dtype=wide).double()
+    return torch.linalg.vector_norm(blocks, dim=(1, 2), dtype=measured_dtype(blocks.dtype)).double()
 
 
 # --- gates
@@ -200,10 +200,10 @@ class _LayerOutputs:
         name = next(name for name, module in model.named_modules() if module is site.attention)
         self.decoder_layer = model.get_submodule(name.rpartition(".")[0])
         weight, dimension = site.projections()["output"]
-        self.wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        self.dtype = measured_dtype(weight.dtype)
         by_slot = weight.detach().movedim(dimension, 0).unflatten(0, (-1, site.head_dim))
-        self.weight = by_slot[: len(self.live)].to(self.wide)
-        self.mean = mean_rows[self.live].to(weight.device, self.wide)
+        self.weight = by_slot[: len(self.live)].to(self.dtype)
+        self.mean = mean_rows[self.live].to(weight.device, self.dtype)
         heads = site.layout.num_heads
         shapes = {"gram": (heads, heads), "change": (heads, samples), "residual_change": (heads, samples)}
         shapes |= {"residual": (samples,), "output": (samples,)}
@@ -235,8 +235,8 @@ class _LayerOutputs:
     def _add(self, output: Tensor, *, query: Tensor, key: Tensor, normed: Tensor, residual: Tensor) -> None:
         """Add a batch: its attention layer's output and input, rotated queries and keys, and the residual stream."""
         layout, rows = self.site.layout, self.positions
-        query, key = query[:, :, rows].to(self.wide), key[:, list(layout.key_head)].to(self.wide)
-        value = _values(self.site, normed, self.wide)[:, list(layout.kv_head[: len(self.live)])]
+        query, key = query[:, :, rows].to(self.dtype), key[:, list(layout.key_head)].to(self.dtype)
+        value = _values(self.site, normed, self.dtype)[:, list(layout.kv_head[: len(self.live)])]
         logits = capped(query @ key.mT * score_scale(self.site.scale, query.shape[-1]), self.site.soft_cap)
         position = torch.arange(key.shape[2], device=key.device)
         future = position > torch.tensor(rows, device=key.device)[:, None]
@@ -246,8 +246,8 @@ class _LayerOutputs:
             (weights @ value @ self.weight).double().transpose(0, 1).flatten(1, 2)
             for weights in (pattern, self.mean - pattern)
         )
-        output = output[:, rows].to(self.wide).flatten(0, 1)  # O
-        after = (residual[:, rows].to(self.wide).flatten(0, 1) + output).double()  # Y
+        output = output[:, rows].to(self.dtype).flatten(0, 1)  # O
+        after = (residual[:, rows].to(self.dtype).flatten(0, 1) + output).double()  # Y
         samples = slice(self._filled, self._filled + len(after))
         self._filled = samples.stop
         flat = contribution.flatten(1)
@@ -258,11 +258,11 @@ class _LayerOutputs:
         self.sums["output"][samples] = output.double().norm(dim=-1).cpu()
 
 
-def _values(site: Site, normed: Tensor, wide: torch.dtype) -> Tensor:
-    """Return the values `[N, H_kv, T, D]` of the projections' input `[N, T, channels]`, computed in `wide`."""
+def _values(site: Site, normed: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the values `[N, H_kv, T, D]` of the projections' input `[N, T, channels]`, computed in `dtype`."""
     rows, bias = rows_of(site, "value"), find_rows(site, "value_bias")
     weight = rows.of(rows.parameter).movedim(rows.dimension, 0)
-    values = normed.to(wide) @ weight.to(wide).T
+    values = normed.to(dtype) @ weight.to(dtype).T
     if bias is not None:
-        values = values + bias.of(bias.parameter).to(wide)
+        values = values + bias.of(bias.parameter).to(dtype)
     return values.unflatten(-1, (-1, site.head_dim)).transpose(-3, -2)
