@@ -92,7 +92,7 @@ class _FixedPattern(Pattern):
     def stack(cls, patterns: Sequence[Self]) -> Self:
         """Join patterns of one shape and dtype along a new first dimension."""
         if len({(one.length, *((x.shape, x.dtype) for x in one._tensors().values())) for one in patterns}) != 1:
-            raise InputError(f"stack needs at least one pattern, all of one shape and dtype; got {patterns}")
+            raise InputError(f"stack needs at least one pattern, all of one shape and dtype; got {shown(patterns)}")
         return patterns[0].map(lambda name, _: torch.stack([one._tensors()[name] for one in patterns]))
 
     @property
@@ -299,17 +299,6 @@ class ExponentialPattern(_FixedPattern):
     `alpha(j)` is `alpha[j]` below S, and from S on `sum_k trend[k] exp(-trend_damping[k] (j - S))`, which ends at 0.
     Where S = length every key has a logit of its own. Where S < length the number of parameters is fixed, and the
     pattern can be `extended`.
-
-    Attributes:
-        alpha: `[..., S]`, logits of the first S keys.
-        band: `[..., w]`, logits of the first w distances.
-        damping: `[..., P]`, per position, none negative.
-        frequency: `[..., P]`, radians per position; 0 for a pure decay.
-        cosine: `[..., P]`, amplitudes at distance w.
-        sine: `[..., P]`.
-        length: T, the positions that the pattern covers.
-        trend: `[..., K]`, amplitudes at key S; None stands for K = 0, as in fits with every key free.
-        trend_damping: `[..., K]`, per position, all positive.
     """
 
     kind: ClassVar[str] = "exponential"
@@ -317,15 +306,15 @@ class ExponentialPattern(_FixedPattern):
         "alpha", "band", "damping", "frequency", "cosine", "sine", "trend", "trend_damping", "length",
     )  # fmt: skip
 
-    alpha: Tensor
-    band: Tensor
-    damping: Tensor
-    frequency: Tensor
-    cosine: Tensor
-    sine: Tensor
-    length: int
-    trend: Tensor = None  # type: ignore[assignment]
-    trend_damping: Tensor = None  # type: ignore[assignment]
+    alpha: Tensor  # [..., S], logits of the first S keys
+    band: Tensor  # [..., w], logits of the first w distances
+    damping: Tensor  # [..., P], per position, none negative
+    frequency: Tensor  # [..., P], radians per position; 0 for a pure decay
+    cosine: Tensor  # [..., P], amplitudes at distance w
+    sine: Tensor  # [..., P]
+    length: int  # T, the positions that the pattern covers
+    trend: Tensor = None  # type: ignore[assignment]  # [..., K], amplitudes at key S; K = 0 by default
+    trend_damping: Tensor = None  # type: ignore[assignment]  # [..., K], per position, all positive
 
     def __post_init__(self):
         for name in ("trend", "trend_damping"):
@@ -410,8 +399,8 @@ class ExponentialPattern(_FixedPattern):
 class DampedCosines:
     """Sums of damped cosines over n distances with fixed poles `[N, P]`, and their transpose, in P * n operations.
 
-    Amplitudes are `[N, 2P]`, cosines and then sines. Distances are written as a multiple of B and a rest, so that a sum
-    is one small matrix product and no cosine is formed at every distance.
+    Amplitudes are `[N, 2P]`, cosines and then sines. A distance is a multiple of B and a rest, so that a sum is one
+    small matrix product and no cosine is formed at every distance.
     """
 
     def __init__(self, damping: Tensor, frequency: Tensor, count: int):
@@ -433,7 +422,7 @@ class DampedCosines:
         return (factors.mT @ self._parts).flatten(-2)[..., : self.count]
 
     def transposed(self, values: Tensor) -> Tensor:
-        """Return, for values `[N, n]`, their products with all cosines and sines, `[N, 2P]`."""
+        """Return the products of values `[N, n]` with all cosines and sines, `[N, 2P]`."""
         filled = pad(values, (0, self.near.shape[-1] * self.far.shape[-1] - self.count))
         parts = self._parts @ filled.unflatten(-1, (-1, self.block)).mT  # [N, 2P, n / B]
         return (parts.unflatten(-2, (1, 2, -1)) * self._factors).sum((-3, -1)).flatten(-2)

@@ -6,10 +6,8 @@ import pytest
 import torch
 
 import saf
-from saf import scores
-from saf.calibration import COLLECTIONS, Collected
 from saf.errors import InputError
-from saf.scores import HOW_TO_MEASURE, SCORES, HeadOutputs, required_inputs
+from saf.scores import HOW_TO_MEASURE, HeadOutputs, required_inputs
 from saf.selection import ranking
 from saf.statistics import AttentionStatistics
 from tests.calibration.test_calibrate import model, tokens
@@ -36,24 +34,6 @@ def test_every_score_names_its_inputs_and_how_to_measure_them():
     for name, needed in NEEDED.items():
         with pytest.raises(InputError, match=f"needs {needed}: {re.escape(HOW_TO_MEASURE[needed])}"):
             saf.score(statistics(), name)
-
-
-def test_a_new_score_is_one_function_and_what_it_reads_is_collected(monkeypatch):
-    monkeypatch.setitem(SCORES, "peak", None)  # removed afterwards
-    monkeypatch.setitem(COLLECTIONS, "largest", Collected("FQ", lambda strip: strip.mean.amax(-1)))
-
-    @scores.head_score
-    def peak(actual, *, largest):
-        """Average over rows of the largest entry of the mean pattern."""
-        return largest.mean(-1)
-
-    assert (list(SCORES)[-1], required_inputs("peak")) == ("peak", ("largest",))
-    mean = saf.calibrate(model(torch.float32), [tokens()], collect=("mean",)).by_head("mean")
-    config = saf.FreezeConfig(score="peak", rate=0.25, max_fit_kl=10.0)
-    report = saf.freeze_(model(torch.float32), [tokens()], config)
-    torch.testing.assert_close(report.scores, mean.amax(-1).mean(-1).double())
-    with pytest.raises(InputError, match=r"needs largest: .*collect=\('largest',\)"):
-        saf.score(statistics(), "peak")
 
 
 def test_rank_sum_adds_places_and_the_veto_sends_heads_above_the_median_to_the_end():
@@ -120,11 +100,16 @@ def test_a_tiny_change_is_not_lost(generator):
     assert actual.item() == pytest.approx(expected.item(), rel=1e-4)
 
 
-def test_a_function_is_a_score():
+def test_a_function_is_a_score_and_what_it_reads_is_collected():
+    def spread(actual, *, row_variance, factor=2.0):
+        return factor * row_variance.sum(-1)
+
     for name, expected in (("variance", VARIANCE), ("forward_kl", 1 - VARIANCE)):
         torch.testing.assert_close(saf.score(statistics(), name), expected, equal_nan=True)
-    actual = saf.score(statistics(), lambda actual, *, factor=0.5: actual.variance * factor, factor=2)
-    torch.testing.assert_close(actual, VARIANCE * 2, equal_nan=True)
+    report = saf.freeze_(model(), [tokens()], saf.FreezeConfig(score=spread, rate=0.25, max_fit_kl=10.0))
+    torch.testing.assert_close(report.scores, 2 * 4 * 40**2 / 4 * report.statistics.variance, rtol=1e-9, atol=0)
+    with pytest.raises(InputError, match=r"needs row_variance: .*collect=\('row_variance',\)"):
+        saf.score(statistics(), spread)
 
 
 @pytest.mark.parametrize(

@@ -11,25 +11,17 @@ from tests.ops.exponential_patterns import exponential_patterns
 
 
 def written_out(pattern: ExponentialPattern) -> torch.Tensor:
-    """P of a single pattern, number by number."""
+    """P of a single pattern by its definition, Eq. (S.31), row by row."""
     size, width, keys = pattern.length, pattern.band.shape[-1], pattern.alpha.shape[-1]
-
-    def distance(delta: int) -> float:
-        if delta < width:
-            return math.exp(pattern.band[delta])
-        poles = zip(pattern.damping, pattern.frequency, pattern.cosine, pattern.sine, strict=True)
-        d = delta - width
-        return sum(float(math.exp(-s * d) * (c * math.cos(w * d) + a * math.sin(w * d))) for s, w, c, a in poles)
-
-    def key(j: int) -> float:
-        if j < keys:
-            return math.exp(pattern.alpha[j])
-        trend = zip(pattern.trend, pattern.trend_damping, strict=True)
-        return math.exp(sum(t * math.exp(-s * (j - keys)) for t, s in trend))
-
+    d, later = torch.arange(size - width).double(), torch.arange(size - keys).double()
+    turned = pattern.frequency * d[:, None]
+    waves = pattern.cosine * turned.cos() + pattern.sine * turned.sin()
+    g = torch.cat([pattern.band.exp(), ((-pattern.damping * d[:, None]).exp() * waves).sum(1)])
+    trend = (pattern.trend * (-pattern.trend_damping * later[:, None]).exp()).sum(1)
+    weights = torch.cat([pattern.alpha, trend]).exp()
     entries = torch.zeros(size, size, dtype=torch.float64)
     for i in range(size):
-        row = torch.tensor([key(j) * distance(i - j) for j in range(i + 1)], dtype=torch.float64)
+        row = weights[: i + 1] * g[: i + 1].flip(0)
         entries[i, : i + 1] = row / row.sum()
     return entries
 
