@@ -17,8 +17,7 @@ from saf.errors import InputError, check_keywords
 from saf.fit import check_fitter, check_targets, fit_loss, fit_proportional
 from saf.patterns import CompactPattern, DampedCosines, ExponentialPattern
 
-MAX_EXTRA_KL = 0.02
-"""Nats per row by which an exponential pattern may be further from its target than the compact fit."""
+MAX_EXTRA_KL = 0.02  # nats per row by which an exponential pattern may be further from its target than the compact fit
 MAX_CANCELLATION = 4.0
 """Largest accepted mean of (sum of the poles' envelopes) / g: rounding errors of the sum grow by it."""
 MAX_SHORT_KL = 0.005
@@ -43,16 +42,12 @@ _HELD = {"cpu": 1 << 21, "cuda": 1 << 27}  # entries of the largest array: a CPU
 class ExponentialFit:
     """One head's accepted pattern, compared with the head's compact fit."""
 
-    pattern: CompactPattern | ExponentialPattern
-    """The compact fit where no exponential one was accepted."""
+    pattern: CompactPattern | ExponentialPattern  # the compact fit where no exponential one was accepted
     extra_kl: float
     """Nats per row further from the target than the compact fit; of the best attempt if none was accepted."""
-    cancellation: float
-    """Mean over attention mass beyond the band of (sum of the poles' envelopes) / g."""
-    poles: int
-    """0 for a compact pattern."""
-    free_keys: int
-    """Number of keys with a logit of their own."""
+    cancellation: float  # mean over attention mass beyond the band of (sum of the poles' envelopes) / g
+    poles: int  # 0 for a compact pattern
+    free_keys: int  # number of keys with a logit of their own
 
 
 def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs: int = _POLES[0]) -> ExponentialPattern:

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-DEFAULT_BLOCK = 128
-"""Positions a block: a tile of 128 x 128 float64 numbers, 128 KiB, stays in a CPU core's cache."""
+DEFAULT_BLOCK = 128  # positions a block: a tile of 128 x 128 float64 numbers, 128 KiB, stays in a CPU core's cache
 # Block offsets that a GPU takes in one product: enough to fill it.
 _GPU_OFFSETS = 32
 # Share of a dtype's range, in nats, that a tile may span; its sums need the rest. A round number.

@@ -90,18 +90,12 @@ class HeadOutputs:
     stream, D its change where the mean pattern replaces its own, O the layer's output and Y the stream after it.
     """
 
-    gram: Tensor
-    """`[L, H, H]` inner products of the C of two heads of a layer, summed over samples and channels."""
-    change: Tensor
-    """`[L, H, S]` norm of D."""
-    residual_change: Tensor
-    """`[L, H, S]` inner product of Y and D."""
-    residual: Tensor
-    """`[L, S]` norm of Y."""
-    output: Tensor
-    """`[L, S]` norm of O."""
-    hidden_size: int
-    """d, channels of the residual stream."""
+    gram: Tensor  # `[L, H, H]` inner products of the C of two heads of a layer, summed over samples and channels
+    change: Tensor  # `[L, H, S]` norm of D
+    residual_change: Tensor  # `[L, H, S]` inner product of Y and D
+    residual: Tensor  # `[L, S]` norm of Y
+    output: Tensor  # `[L, S]` norm of O
+    hidden_size: int  # d, channels of the residual stream
 
     @property
     def num_samples(self) -> int:

@@ -33,8 +33,7 @@ class Target(NamedTuple):
 class TargetKind(NamedTuple):
     """The functions that compute one pattern from `(statistics, heads)`."""
 
-    dense: Callable[..., Tensor]
-    """Returns the pattern, `[F, T, T]`."""
+    dense: Callable[..., Tensor]  # returns the pattern, `[F, T, T]`
     compact: Callable[..., Target] | None = None
     """Returns the target of a compact fit; None takes it from the dense pattern."""
     exact: Callable[..., CompactPattern] | None = None

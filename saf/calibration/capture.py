@@ -20,12 +20,9 @@ from saf.heads import Head, HeadSet
 from saf.models.adapter import ON_META, Adapter, Site, adapter_for, check_unsharded, rows_of
 from saf.records.table import byte_size
 
-SHARE = 0.5
-"""Share of free memory for queries and keys, or a collection, by default; the rest is a margin."""
-CPU_BYTES = 4 << 30
-"""Most queries and keys by default on a CPU, whose memory others use too."""
-COLLECT_BYTES = 16 << 30
-"""Most that `heads_at_a_time` collects at once."""
+SHARE = 0.5  # share of free memory for queries and keys, or a collection, by default; the rest is a margin
+CPU_BYTES = 4 << 30  # most queries and keys by default on a CPU, whose memory others use too
+COLLECT_BYTES = 16 << 30  # most that `heads_at_a_time` collects at once
 
 
 class CalibrationPlan(NamedTuple):
@@ -35,10 +32,8 @@ class CalibrationPlan(NamedTuple):
     sequences: Sequences
     groups: list[list[int]]
     """Layers whose queries and keys are held at the same time; the model runs once for each group."""
-    capture_bytes: int
-    """Queries and keys of the largest group, on the model's device."""
-    collection: Collection
-    """Tensors of `collect`, on the CPU; `calibrate` fills them in."""
+    capture_bytes: int  # queries and keys of the largest group, on the model's device
+    collection: Collection  # tensors of `collect`, on the CPU; `calibrate` fills them in
 
     def __str__(self) -> str:
         held = self.collection.nbytes
@@ -170,12 +165,9 @@ def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
 class CapturedLayer(NamedTuple):
     """Rotated queries and keys of a layer over all sequences; zeros follow shorter sequences."""
 
-    query: Tensor
-    """`[N, heads, T, D]`."""
-    key: Tensor
-    """`[N, K, T, D]`, the keys that these queries read."""
-    kv_head: list[int]
-    """The key that each query reads."""
+    query: Tensor  # `[N, heads, T, D]`
+    key: Tensor  # `[N, K, T, D]`, the keys that these queries read
+    kv_head: list[int]  # the key that each query reads
 
 
 def capture_layers(

@@ -22,8 +22,7 @@ from saf.statistics import FLOOR
 
 SCRATCH_BYTES = 1 << 28
 """Memory for the sums of tiles: row blocks are measured in bands whose sums fit, one block at least."""
-FLOAT32_BYTES = 160 << 10
-"""Shared memory of a program in float32 at 256 channels, the largest of all."""
+FLOAT32_BYTES = 160 << 10  # shared memory of a program in float32 at 256 channels, the largest of all
 PRECISION = "tf32x3"
 """Precision of float32 products: three tf32 products take an eighth of the time; statistics stay within 1e-6."""
 
@@ -88,14 +87,10 @@ def measure_by_kernel(
 class BandSums(NamedTuple):
     """Sums over the tiles of a band of row blocks; F is the floored mean, R = block_m / block_k, J key blocks."""
 
-    scores: Tensor
-    """Squared deviations and A log2(A / mean), `[2, heads]` float64."""
-    rows: Tensor
-    """F and F log2 F of each row, `[2, heads, rows]` float64."""
-    columns: Tensor
-    """F over the rows of a block, `[heads, blocks, T]`."""
-    diagonals: Tensor
-    """F over the rows of one distance, `[heads, blocks, R + 1, J, block_k]`."""
+    scores: Tensor  # squared deviations and A log2(A / mean), `[2, heads]` float64
+    rows: Tensor  # F and F log2 F of each row, `[2, heads, rows]` float64
+    columns: Tensor  # F over the rows of a block, `[heads, blocks, T]`
+    diagonals: Tensor  # F over the rows of one distance, `[heads, blocks, R + 1, J, block_k]`
 
 
 def _sum_tiles(
@@ -138,15 +133,11 @@ def _middle(normaliser: Tensor, size: int) -> Tensor:
 class TileConfig(NamedTuple):
     """The sizes of programs."""
 
-    block_m: int = 64
-    """Query rows of a tile, a power of two."""
-    block_k: int = 64
-    """Keys of a tile, a power of two of at most `block_m`."""
+    block_m: int = 64  # query rows of a tile, a power of two
+    block_k: int = 64  # keys of a tile, a power of two of at most `block_m`
     num_warps: int = 4
-    num_stages: int = 2
-    """Depth of the software pipeline over sequences."""
-    max_registers: int = 0
-    """Most registers a thread of the tile kernel, 0 for no limit."""
+    num_stages: int = 2  # depth of the software pipeline over sequences
+    max_registers: int = 0  # most registers a thread of the tile kernel, 0 for no limit
 
 
 def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = SHARED_MEMORY) -> TileConfig:
@@ -183,12 +174,9 @@ def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int |
 
 # --- device code
 
-FAR = tl.constexpr(1e4)
-"""exp2 of minus this is zero in float32, and unlike for infinity, differences are numbers."""
-TINY = tl.constexpr(1e-37)
-"""Lower bound of the arguments of logarithms, just above the smallest normal float32."""
-NOTHING = tl.constexpr(-126.0)
-"""A number below the logarithm of TINY."""
+FAR = tl.constexpr(1e4)  # exp2 of minus this is zero in float32, and unlike for infinity, differences are numbers
+TINY = tl.constexpr(1e-37)  # lower bound of the arguments of logarithms, just above the smallest normal float32
+NOTHING = tl.constexpr(-126.0)  # a number below the logarithm of TINY
 UNSPECIALIZED = ["B", "H", "T", "scale", "floor", "first", "num_m", "num_k", "offset", "num_tiles"]
 """Arguments of either kernel whose values are not compiled in."""
 

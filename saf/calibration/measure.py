@@ -22,14 +22,11 @@ from saf.ops.live import capped, score_scale
 from saf.ops.operator import TRITON_DTYPES, has_triton
 from saf.statistics import FLOOR
 
-MAX_DIM = 256
-"""Most channels of a head that the kernels take: two steps of 128 fit into registers."""
-ROWS = 128
-"""Rows of a strip: products of that height run near a device's peak, and a strip stays small."""
+MAX_DIM = 256  # most channels of a head that the kernels take: two steps of 128 fit into registers
+ROWS = 128  # rows of a strip: products of that height run near a device's peak, and a strip stays small
 STRIP_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
 """Entries of patterns in a strip: 64 MB of float32 on a CPU, 1 GB on a GPU."""
-NUM_POSITIONS = 64
-"""Default number of query positions whose rows are collected: neighbouring rows are nearly the same."""
+NUM_POSITIONS = 64  # default number of query positions whose rows are collected: neighbouring rows are nearly the same
 
 
 class LayerStatistics(NamedTuple):
@@ -123,19 +120,14 @@ class FlooredSums(NamedTuple):
 class Strip:
     """R query rows, `start` to `end` of `length`, of some heads, over W = `end` keys, of the N sequences they reach."""
 
-    heads: slice
-    """Indices of the heads among those of the layer that are measured."""
+    heads: slice  # indices of the heads among those of the layer that are measured
     start: int
     end: int
     length: int
-    causal: Tensor
-    """`[R, W]`, true on and below the diagonal."""
-    logits: Tensor
-    """`[N, heads, R, W]`, -inf above the diagonal."""
-    pattern: Tensor
-    """`[N, heads, R, W]`."""
-    mean: Tensor
-    """`[heads, R, W]`."""
+    causal: Tensor  # `[R, W]`, true on and below the diagonal
+    logits: Tensor  # `[N, heads, R, W]`, -inf above the diagonal
+    pattern: Tensor  # `[N, heads, R, W]`
+    mean: Tensor  # `[heads, R, W]`
 
     @cached_property
     def sharp(self) -> FlooredSums:
@@ -225,8 +217,7 @@ class Collected(NamedTuple):
 
     shape: str
     value: Callable[[Strip], Tensor]
-    above: float = 0.0
-    """Entries above the diagonal."""
+    above: float = 0.0  # entries above the diagonal
 
     @property
     def is_sum(self) -> bool:

@@ -22,8 +22,7 @@ from saf.ops.live import capped, score_scale
 from saf.scores import HeadOutputs
 from saf.statistics import AttentionStatistics
 
-BETA = 0.9
-"""Weight of the past in the average of Eq. (9)."""
+BETA = 0.9  # weight of the past in the average of Eq. (9)
 
 
 class QKGradient:

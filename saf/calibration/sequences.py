@@ -14,8 +14,7 @@ from saf.errors import InputError, shown
 
 Batch = Tensor | Mapping[str, Any]
 """Token ids `[B, T]`, or a mapping with `input_ids` and optionally `attention_mask` and `targets`."""
-IGNORED = -100
-"""A target that does not count."""
+IGNORED = -100  # a target that does not count
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
@@ -23,10 +22,8 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 class Sequences:
     """Sequences on the CPU, longest first; several readers share them, and each may iterate them as batches."""
 
-    tokens: list[Tensor]
-    """Token ids of each sequence, LongTensor `[T]`."""
-    sizes: list[int]
-    """Number of sequences in each batch."""
+    tokens: list[Tensor]  # token ids of each sequence, LongTensor `[T]`
+    sizes: list[int]  # number of sequences in each batch
     targets: list[Tensor] | None = None
     """Tokens whose loss is taken, `[T]` each, in place of every next one; `IGNORED` does not count."""
 
