@@ -142,16 +142,20 @@ def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
         shapes = f"{list(eta_abs.shape)} and {list(eta_rel.shape)}"
         raise InputError(f"eta_abs and eta_rel must share one shape [..., T], T >= 1; got {shapes}")
     length = eta_abs.shape[-1]
-    etas = []
-    for name, eta in (("eta_abs", eta_abs.detach().double()), ("eta_rel", eta_rel.detach().double())):
-        if not bool((eta.isfinite() & (eta > 0)).all()):
-            raise InputError(f"{name} must be finite and positive; floor the pattern at 1e-9 and renormalise it")
-        _check_relation(f"{name} sums to T", eta.sum(-1), length)
-        etas.append(eta * (length / eta.sum(-1, keepdim=True)))
+    eta_abs, eta_rel = _normalised("eta_abs", eta_abs, length), _normalised("eta_rel", eta_rel, length)
     position = torch.arange(length, dtype=torch.float64, device=eta_abs.device)
     total = length * (length - 1) / 2
-    _check_relation("sum(j*eta_abs) + sum(δ*eta_rel) is T(T-1)/2", ((etas[0] + etas[1]) * position).sum(-1), total)
-    return _restore_moment(*etas, position, total)
+    _check_relation("sum(j*eta_abs) + sum(δ*eta_rel) is T(T-1)/2", ((eta_abs + eta_rel) * position).sum(-1), total)
+    return _restore_moment(eta_abs, eta_rel, position, total)
+
+
+def _normalised(name: str, eta: Tensor, length: int) -> Tensor:
+    """Return a marginal in float64 with the sum T, from which it may be off by rounding alone."""
+    eta = eta.detach().double()
+    if not bool((eta.isfinite() & (eta > 0)).all()):
+        raise InputError(f"{name} must be finite and positive; floor the pattern at 1e-9 and renormalise it")
+    _check_relation(f"{name} sums to T", eta.sum(-1), length)
+    return eta * (length / eta.sum(-1, keepdim=True))
 
 
 def _check_relation(relation: str, actual: Tensor, expected: float) -> None:

@@ -182,17 +182,14 @@ def capture_layers(
     captured: dict[int, CapturedLayer] = {}
     filled = dict.fromkeys(slots, 0)
 
+    def space(part: Tensor, heads: int) -> Tensor:
+        # Positions lie outside heads in memory, as models store them.
+        return part.new_empty(count, length, heads, part.shape[3]).transpose(1, 2)
+
     def receive(layer: int, query: Tensor, key: Tensor) -> None:
         queries, keys, kv_head = slots[layer]
         if layer not in captured:
-            captured[layer] = CapturedLayer(
-                *(
-                    # Positions lie outside heads in memory, as models store them.
-                    part.new_empty(count, length, len(taken), part.shape[3]).transpose(1, 2)
-                    for part, taken in ((query, queries), (key, keys))
-                ),
-                kv_head,
-            )
+            captured[layer] = CapturedLayer(space(query, len(queries)), space(key, len(keys)), kv_head)
         start, end = filled[layer], filled[layer] + len(query)
         filled[layer] = end
         if end <= count:
