@@ -75,7 +75,7 @@ class Accuracy:
 
 
 def measure(settings: Accuracy, *, out: Path | None = None) -> Row:
-    """Return the record: rows of `max_abs`, `relative_l2`, the same `beside` and against `eager`, `limit`, `within`.
+    """Return the record: rows of `max_abs` and `relative_l2`, the baseline's as `beside`, `eager`'s, `limit`, `within`.
 
     Raises:
         InputError: Sizes that fit no layer, or an unknown backend.
@@ -137,7 +137,7 @@ def layer_rows(settings: Accuracy, layer: "Layer", backend: str | None, precisio
 
 
 def operator_rows(settings: Accuracy, layer: "Layer", backend: str, precision: str) -> Iterator[Row]:
-    """Yield a row for each tensor of the frozen heads alone, beside PyTorch's attention at the same shape."""
+    """Yield a row for each tensor of the frozen heads alone, with PyTorch's attention at the same shape as baseline."""
     shape = (settings.batch_size, layer.heads.num_frozen, settings.length, settings.head_dim)
     generator, dtype = torch.Generator().manual_seed(settings.seed + 1), DTYPES[precision]
     query, key, value, upstream = (torch.randn(shape, generator=generator).to(layer.x.device, dtype) for _ in range(4))
@@ -193,7 +193,6 @@ class Layer:
 
     @classmethod
     def draw(cls, settings: Accuracy, device: torch.device) -> "Layer":
-        """Draw everything from the seed: unit inputs, weights that keep their size."""
         generator = torch.Generator().manual_seed(settings.seed)
         heads = HeadLayout(settings.num_heads, settings.num_heads, tuple(sorted(settings.frozen)))
         width = heads.num_heads * settings.head_dim
@@ -208,7 +207,6 @@ class Layer:
 
     @property
     def head_dim(self) -> int:
-        """The channels of a head."""
         return self.x.shape[-1] // self.heads.num_heads
 
     def eager(
@@ -295,7 +293,7 @@ VOCABULARY, LAYERS, MAX_HEADS = 64, 2, 3
 
 
 def transitions_row(settings: Accuracy, backend: str, device: torch.device) -> Row:
-    """Return the largest error of a model's logits after any operation, beside that of the model before them all.
+    """Return the largest error of a model's logits after any operation; the baseline is the model before them all.
 
     The limit is that of operators: a single state's error is chance, the largest of many is at most a few times it.
     """

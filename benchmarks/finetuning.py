@@ -65,7 +65,6 @@ class Finetuning(ModelSpeed):
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The examples of a micro-batch and the micro-batches of an update."""
         usual = TIMED.get(self.task, (16, 1))
         return self.batch_size or usual[0], self.accumulation or usual[1]
 

@@ -45,7 +45,6 @@ class AgainstNanoGPT(Update):
 
     @property
     def source(self) -> Path:
-        """The file of nanoGPT's model."""
         return self.nanogpt / "model.py"
 
     def arms(self, point: Point) -> list[Comparison]:
@@ -82,7 +81,6 @@ class NanoGPT:
         self.batches = [(inputs.contiguous(), targets.contiguous()) for inputs, targets in tokens]
 
     def update(self) -> None:
-        """Do one update."""
         for step in range(self.accumulation):
             inputs, targets = self.batches[step % len(self.batches)]
             with self.autocast():

@@ -5,7 +5,7 @@
 
 Blocks marked ```python run in order, one script a document, in an empty folder; blocks that need a GPU or a
 network are marked ```python no-run and must only parse. Commands of `saf`, `make` and the experiments, in ```sh blocks
-and in backticks, must exist with every flag that they name, but in documents that tell what once was.
+and in backticks, must exist with every flag that they name; the history may name what is gone.
 """
 
 import argparse
@@ -25,7 +25,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/**/*.md")
-# These tell of commands and flags that are gone.
 HISTORY = ("CHANGELOG.md", "docs/log.md")
 MAX_LINES = {"README.md": 150, "CONTRIBUTING.md": 120}
 # A name in backticks is a file of the repository when it begins with one of these folders.
@@ -118,52 +117,42 @@ def commands(text: str) -> Iterator[tuple[int, str]]:
 
 def command_problem(command: str) -> str | None:
     """Return what is wrong with a command of `saf` or `make`, or with a flag that stands alone; None for any other."""
+    from saf.cli import COMMANDS
+
     words = [word for word in command.split() if not PLACEHOLDER.search(word)]
     if words[:1] == ["make"]:
         targets = re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         used = [word for word in words[1:] if "=" not in word]
         return next((f"`{command}`: make has no target {word}" for word in used if word not in targets), None)
     if words[:1] == ["saf"]:
-        known = flags_of(tuple(word for word in words[1:3] if not word.startswith("-")))
+        names = [word for word in words[1:2] if not word.startswith("-")]
+        if not {*names} <= COMMANDS.keys():
+            return f"`{command}`: saf has no such command"
+        known = flags_of(*names)
     elif words[:3] == ["python", "-m", "experiments"]:
         known = flags_of_experiments()
     elif words and FLAG.match(words[0]):
-        known = (flags_of() or set()) | flags_of_experiments()
+        known = flags_of_experiments().union(*map(flags_of, COMMANDS))
     else:
         return None
-    if known is None:
-        return f"`{command}`: saf has no such command"
     used = [word.split("=")[0].rstrip(",") for word in words if FLAG.match(word)]
     return next((f"`{command}`: there is no flag {flag}" for flag in used if flag not in known), None)
 
 
 @cache
-def flags_of(words: tuple[str, ...] = ()) -> set[str] | None:
-    """Return the flags of the command of these words, or of all for no words; None where there is no such command."""
-    from saf.bench import KINDS
-    from saf.cli import COMMANDS
-
-    if words and words[0] not in COMMANDS:
-        return None
-    flags = set(COMMON_FLAGS)
-    for name in words[:1] or COMMANDS:
-        text = help_of(name)
-        kinds = re.findall(r"• ([\w:-]+)", text)
-        if name == "bench":
-            kinds = [kind for kind in KINDS if words[1:] in ((), (kind,))]
-            if not kinds:
-                return None
-        flags |= set(FLAG.findall(text + "".join(help_of(name, kind) for kind in kinds)))
-    return flags
-
-
-def help_of(*words: str) -> str:
-    """Return the whole help of a command."""
+def flags_of(name: str = "") -> set[str]:
+    """Return the flags of a command, of all its kinds; without a name those of `saf` itself."""
     from saf.cli import main as saf
 
-    with contextlib.redirect_stdout(io.StringIO()) as shown:
-        saf([*words, "--help-all"])
-    return shown.getvalue()
+    def help_of(*words: str) -> str:
+        with contextlib.redirect_stdout(io.StringIO()) as shown:
+            saf([*words, "--help-all"])
+        return shown.getvalue()
+
+    text = help_of(name) if name else ""
+    return COMMON_FLAGS.union(
+        *(FLAG.findall(help_of(name, kind)) for kind in re.findall(r"• ([\w:-]+)", text)), FLAG.findall(text)
+    )
 
 
 @cache

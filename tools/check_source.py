@@ -31,9 +31,9 @@ NAMES: dict[str, tuple[tuple[str, ...], str]] = {
     "json.load": ((), _ONE_READER),
 }
 
-# A test of this class -> the folders where it may be made, and why not elsewhere.
+# A class -> the folders where `isinstance` may test for it, and why not elsewhere.
 CLASSES: dict[str, tuple[tuple[str, ...], str]] = {
-    "GPT": (("saf/models/",), "adapters answer for a model; nothing else asks for its class"),
+    "GPT": (("saf/models/",), "other code reads a model through its adapter"),
     **dict.fromkeys(
         ("CompactPattern", "DensePattern", "TrainablePattern"),
         ((), "every kind of pattern answers by the protocol in saf/patterns.py"),

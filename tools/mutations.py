@@ -1,8 +1,8 @@
 """Break the code one line at a time, and show that a test of `make test` notices each: `python tools/mutations.py`.
 
 tools/mutations.toml lists the breaks: a file, a text that stands there once, what replaces it, and arguments of pytest
-for the tests that are to fail. Each is made in a copy of the working tree, so that work may go on meanwhile. The test
-that fails must pass again once the text is restored.
+for the tests that are to fail. A copy of the working tree is broken, so that work may go on meanwhile. The test that
+fails must pass again once the text is restored.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def write(path: Path, text: str) -> None:
 
 
 def problem_of(mutation: dict[str, Any]) -> str:
-    """Return why a mutation cannot be made; nothing when it can."""
+    """Return why a mutation's text or tests are not there; nothing when they are."""
     path = ROOT / mutation["file"]
     count = path.read_text(encoding="utf-8").count(mutation["old"]) if path.is_file() else 0
     files = [test.partition("::")[0] for test in mutation["tests"] if test.startswith("tests/")]
@@ -91,13 +91,13 @@ def main() -> int:
     """Make the mutations and print a table; return 1 when one survives."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", metavar="NAME", help="make the mutations whose name this pattern matches")
-    parser.add_argument("--check", action="store_true", help="only check that every text is found")
+    parser.add_argument("--check", action="store_true", help="only check that every text is there")
     arguments = parser.parse_args()
     listed = tomllib.loads(LISTING.read_text(encoding="utf-8"))["mutation"]
     mutations = [each for each in listed if re.search(arguments.only, each["name"])]
     wrong = {each["name"]: problem for each in mutations if (problem := problem_of(each))}
     if arguments.check:
-        print("\n".join(wrong.values()) or f"{len(mutations)} mutations can be made")
+        print("\n".join(wrong.values()) or f"{len(mutations)} mutations, nothing to mend")
         return 1 if wrong else 0
     print("| mutation | file | noticed by | seconds |\n|---|---|---|---|")
     survivors = 0

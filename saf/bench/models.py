@@ -93,7 +93,6 @@ class FolderModel:
 
     @property
     def rate(self) -> float:
-        """The share of heads that are frozen or pruned."""
         return (len(self.frozen) + len(self.pruned)) / (self.shape.num_layers * self.shape.num_heads)
 
 
@@ -157,7 +156,6 @@ class ModelPlan:
     num_layers: int | None = None
 
     def __post_init__(self):
-        """Raise InputError for an unknown model, or a context that it does not take."""
         if self.folder is None:
             shape_of(self.model, self.length, self.num_layers)
         elif self.length > (self.folder.longest or self.length):
@@ -168,12 +166,10 @@ class ModelPlan:
 
     @cached_property
     def folder(self) -> FolderModel | None:
-        """The folder's model; None for a preset."""
         return read_folder(self.model, self.device) if is_folder(self.model) else None
 
     @cached_property
     def shape(self) -> ModelShape:
-        """The sizes of the models."""
         return self.folder.shape if self.folder else shape_of(self.model, self.length, self.num_layers)
 
     @property
@@ -197,7 +193,6 @@ class ModelPlan:
         return (HeadSet(), edited) if arm.backend == PRUNED else (edited - pruned, pruned)
 
     def _drawn_heads(self, rate: float) -> HeadSet:
-        """Draw a preset's heads by the seed, in early layers more."""
         shape, generator = self.shape, torch.Generator().manual_seed(self.seed)
         counts = heads_per_layer(num_layers=shape.num_layers, num_heads=shape.num_heads, rate=rate)
         drawn = [torch.randperm(shape.num_heads, generator=generator)[:count].tolist() for count in counts]

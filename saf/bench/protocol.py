@@ -39,7 +39,7 @@ from saf.records.result import result_header
 FREE, PRUNED, FLEX = "free", "pruned", "flex"
 """In place of a backend: heads whose mixing costs nothing, heads that are removed. As a kernel: flex attention."""
 MIN_PAIRS = 2
-"""Fewest pairs of a row, unless only one is asked for."""
+"""Fewest pairs of a row, unless the settings have one pair."""
 OUT_OF_TIME = "out of time"
 RECOMPILES = 64
 """How many programs the compiler may hold for one function: one an arm, and some to spare."""
@@ -102,7 +102,6 @@ class Point:
         return " ".join(filter(None, [*words, self.precision]))
 
     def to_dict(self) -> Row:
-        """Return the fields that are set."""
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
@@ -240,7 +239,6 @@ def summary(pairs: Sequence[Pair]) -> Row:
 
 
 def _record_kernels(session: "Session", case: Case, arm: Arm, subject: Subject) -> None:
-    """Record which kernels an arm ran, and warn where its attention kernel is not among them."""
     kernels = subject.kernels()
     seen = kernel_seen(arm.live_kernel, kernels, session.execution.device)
     names = [each["name"] for each in kernels if any(part in each["name"].lower() for part in ATTENTION)]
@@ -321,7 +319,6 @@ class Session:
 
     @property
     def spent(self) -> float:
-        """Seconds since the beginning."""
         return time.perf_counter() - self._began
 
     def fits(self, seconds: float) -> bool:
@@ -355,7 +352,6 @@ class Session:
 
     @property
     def record(self) -> Row:
-        """The record as plain JSON values."""
         lists = {name: getattr(self, name) for name in ("rows", "memory", "kernels", "left_out")}
         return to_json({"seconds": round(self.spent, 1), **self._header, **lists})
 

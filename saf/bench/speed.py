@@ -103,12 +103,10 @@ class Speed:
 
     @property
     def execution(self) -> Execution:
-        """The resolved device, precision and compilation."""
         return Execution.of(self.device, compile=self.compile)
 
     @property
     def cuda(self) -> bool:
-        """Whether the device is CUDA."""
         return self.execution.device.type == "cuda"
 
     def dtype_of(self, name: str) -> torch.dtype:
@@ -120,7 +118,6 @@ class Speed:
         return ModelPlan(model=self.model, length=point.length, device=self.execution.device, seed=self.seed)
 
     def check(self) -> None:
-        """Raise InputError for settings that would be ignored, or fail only after a while."""
         kernels = (*self.kernels, *(self.others or ()))
         known = ("auto", FLEX, *KERNELS, *[FLASH_DECODE] * (self.kind == "decode"))
         for name in kernels:
@@ -170,7 +167,6 @@ class Speed:
         raise NotImplementedError
 
     def run(self, session: Session, case: Case) -> None:
-        """Measure a case."""
         if self.pairs:
             compare(session, case, pairs=self.pairs, tolerance=self.tolerance, profile=self.profile)
 
@@ -301,7 +297,6 @@ class FreshSubject:
         return self._first["kernels"]
 
     def run(self, *, profile: bool = False) -> dict[str, Any]:
-        """Measure the arm in a new process."""
         with ProcessPoolExecutor(1, SPAWN) as pool:
             arguments = self._settings, self._point, self._arm, profile, self._cache.name
             return pool.submit(_in_process, *arguments).result()

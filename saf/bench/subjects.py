@@ -459,7 +459,6 @@ class LayerSubject:
         self._passes: dict[str, tuple[Callable[[], Any], int]] = {}
 
     def _operands(self) -> tuple[int, int, int]:
-        """Return how many query, key and value heads the arm reads."""
         layout, ordinary = self._layout, self._arm.backend is None
         if self._alone:
             live = self._alone if ordinary else 0

@@ -70,7 +70,6 @@ class Command:
     """Print JSON instead of a table."""
 
     def __post_init__(self):
-        """Raise InputError for a flag that would have no effect."""
         if not self.tasks:
             self._refuse("task_data", "questions", "too_long", without="--tasks")
         if len(set(self.tasks)) < len(self.tasks):

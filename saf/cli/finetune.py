@@ -104,7 +104,6 @@ def parse_words(words: Sequence[str]) -> Command:
 
 
 def _with_data_of_task(words: Sequence[str]) -> list[str]:
-    """Write the task FILE.jsonl as the task jsonl with these data."""
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
     for at, (flag, value) in enumerate(pairwise(words)):
         if flag == "--task" and is_json_lines(value):

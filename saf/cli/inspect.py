@@ -39,7 +39,6 @@ class Command:
 
 
 def _facts(contents: Contents) -> dict[str, Any]:
-    """Return the rows of any folder's table; None for what its kind does not have."""
     config, fits = contents.get("config") or {}, contents.get("fit_kl")
     tokenizer, perplexity = contents.get("tokenizer"), contents.get("report_perplexity")
     model = config.get("model") or contents.get("model") or {}

@@ -56,7 +56,6 @@ class Countdown(AbstractContextManager):
         self._bars.stop()
 
     def __call__(self, verb: str, items: str, done: int, total: int) -> None:
-        """Show that `done` of `total` items are done."""
         if verb not in self._tasks:
             self._tasks[verb] = self._bars.add_task(verb, total=total, items=items)
             self._bars.start()

@@ -52,7 +52,6 @@ class TrainFlags(TrainConfig):
 
     @classmethod
     def of(cls, config: TrainConfig) -> Self:
-        """Return the flags of a run's settings."""
         values = {each.name: getattr(config, each.name) for each in fields(TrainConfig)}
         groups = {"freeze": config.freeze or NOTHING_FROZEN, "schedule": config.schedule or OneTime()}
         return cls(**values | groups)
@@ -123,17 +122,14 @@ class EarlyFlags:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> "EarlyFlags":
-        """Read these flags alone."""
         early, _ = tyro.cli(cls, args=words, add_help=False, return_unknown_args=True)
         return early
 
     @property
     def resumed(self) -> bool:
-        """Whether there is a run to resume."""
         return self.resume and self.out is not None and (self.out / "config.json").exists()
 
     def checkpoint(self) -> Checkpoint:
-        """Open the parent's checkpoint."""
         assert self.parent is not None
         return open_checkpoint(find_checkpoint(self.parent) or self.parent)
 

@@ -45,7 +45,7 @@ def tables(record: Record) -> list[Part]:
 
 
 def _speed_table(title: str, lines: Sequence[tuple[Record, Mapping[str, str]]]) -> Table:
-    """Return a table that 80 columns hold: pairs and controls are in its note, spreads beside the speedups."""
+    """Return a table that 80 columns hold: its note has the numbers of pairs and the controls."""
     shown = []
     for _, cells in lines:
         spread, cache, baseline = (cells[name] for name in ("middle half of pairs", "cache", "baseline cache"))
@@ -78,7 +78,6 @@ def _table(title: str, rows: Sequence[Mapping[str, str]], notes: Sequence[str] =
 
 
 def _groups(record: Record) -> list[list[Record]]:
-    """Return a speed record's rows by subject, point, launch mode and baseline, in order."""
     groups: dict[Any, list[Record]] = {}
     for row in record["rows"]:
         groups.setdefault((_subject(row), *row["point"].items(), row["variant"], row["baseline"]), []).append(row)

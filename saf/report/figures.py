@@ -40,7 +40,7 @@ STYLE: Any = {
 WIDTH, HEIGHT = 6.2, 3.3
 """Inches of a figure: 446 pixels wide, so that its words can be read on a page 400 pixels wide."""
 LARGEST_CELL = 0.62
-"""Inches across one head of the map at most, so that a small model's map is no larger than what stands beside it."""
+"""Inches across one head of the map at most: a small model's map is no larger than the table next to it."""
 CURVE_POINTS, SMOOTH_POINTS = 400, 40
 """Points of a curve of losses, and of their means: 40 of 5,000 updates are means of 125."""
 CELL = 24
@@ -52,7 +52,7 @@ _EVIDENT = 2.0
 
 
 def svg(draw: Callable[[Axes], None], *, name: str, height: float = HEIGHT) -> str:
-    """Return what `draw` puts on axes, as an SVG element; `name` keeps its ids apart from other figures'."""
+    """Return what `draw` puts on axes, as an SVG element; `name` makes its ids differ from other figures'."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure.subplots())

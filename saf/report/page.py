@@ -127,7 +127,6 @@ def _warnings(comparisons: Sequence[ArmComparison]) -> Iterator[str]:
 
 
 def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[str, Any]:
-    """Return the values of the template's section about one run's heads."""
     freeze = run.freeze or {}
     kls, rejected = ({tuple(head): kl for *head, kl in freeze.get(key, ())} for key in ("fit_kl", "rejected"))
     config, event, sequences = freeze.get("config") or {}, run.newest_freeze, freeze.get("num_sequences")

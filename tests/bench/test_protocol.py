@@ -84,12 +84,6 @@ def test_one_pair_is_too_few(session):
     assert alternate(session, "point", blocks, 9) == {}
 
 
-def test_no_round_begins_that_would_end_too_late(tmp_path):
-    session = Session("update", {}, MACHINE, seconds=1e-6)
-    assert alternate(session, "point", {"arm": (lambda: 2.0, lambda: 1.0)}, 3) == {}
-    assert session.record["left_out"] == [{"what": "point", "why": "pairs 1 to 3: out of time"}]
-
-
 def test_a_record_that_is_there_is_not_overwritten_and_an_interrupted_one_says_so(session, tmp_path):
     def interrupted() -> None:
         with session:

@@ -5,12 +5,10 @@ from dataclasses import replace
 
 import pytest
 
-from saf.cli.pretrain import result_table
 from saf.data import prepare
 from saf.errors import DataError, InputError
 from saf.opening import ModelFolder, find_model
 from saf.records.files import read_json, write_json
-from saf.records.run import RecordedRun
 from saf.records.table import signed
 from saf.tasks.text import read_evaluation
 
@@ -90,15 +88,6 @@ def test_compare_refuses_arms_in_the_wrong_order_and_lists_differences(saf, saf_
     assert not (other / "compare.json").exists()
     assert len(saf_json("compare", arms[0], other, "--allow-differences")["differences"]) == 1
     assert (other / "compare.json").exists()
-
-
-def test_a_run_of_several_events_says_whose_losses_it_shows(arms, tmp_path):
-    run = shutil.copytree(arms[1], tmp_path / "run")
-    result = read_json(run / "result.json")
-    result["intervention"] |= {"events": 3, "loss_before": 5.0, "loss_after": 4.0, "loss_rise": 0.25}
-    write_json(run / "result.json", result)
-    losses = dict(result_table(RecordedRun.open(run)).rows)["controller loss"]
-    assert losses == "5.0000 before the first, 4.0000 after the last; +0.2500 by the events themselves"
 
 
 def test_a_frozen_checkpoint_evaluates_continues_and_compares(saf, saf_json, arms, tmp_path):

@@ -1,4 +1,4 @@
-"""`saf data prepare`; what a run read is found again from another working directory."""
+"""`saf data prepare`; a run finds what it read from another working directory."""
 
 import json
 import shutil

@@ -50,11 +50,11 @@ def frozen(base):
 def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, frozen, saf, saf_json, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(frozen)
     assert model(torch.ones(1, 8, dtype=torch.long)).logits.isfinite().all()
-    found, before = saf_json("inspect", frozen), saf_json("inspect", base / "model")
+    seen, before = saf_json("inspect", frozen), saf_json("inspect", base / "model")
     record = read_json(frozen / "freezing.json")
-    assert (len(found["frozen"]), found["num_heads"], before["frozen"]) == (3, 12, [])
-    assert (record["heads"], record["model"], record["precision"]) == (found["frozen"], found["hash"], "fp32")
-    assert record["provenance"]["checkpoints"]["parent"] == before["hash"] != found["hash"]
+    assert (len(seen["frozen"]), seen["num_heads"], before["frozen"]) == (3, 12, [])
+    assert (record["heads"], record["model"], record["precision"]) == (seen["frozen"], seen["hash"], "fp32")
+    assert record["provenance"]["checkpoints"]["parent"] == before["hash"] != seen["hash"]
     assert (frozen / "tokenizer.json").read_bytes() == (base / "model" / "tokenizer.json").read_bytes()
     copy = shutil.copytree(frozen, tmp_path / "copy")
     (copy / "saf.safetensors").unlink()

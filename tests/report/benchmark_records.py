@@ -1,4 +1,4 @@
-"""Benchmark records with invented times, made by the code that writes real ones."""
+"""Benchmark records with invented times, written by the code that writes real ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict

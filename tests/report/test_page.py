@@ -35,7 +35,7 @@ def test_a_speed_that_says_little_gives_way_to_what_the_heads_can_save(tmp_path,
     runs = write_pair(tmp_path, speedup=speedup)
     page = page_of(runs, tmp_path)
     mixing, saved = attention_shares(RecordedRun.open(runs[1]))
-    # 3 layers of 64 channels at 64 tokens beside 512 tokens of vocabulary: 6 T against 72 C + 6 V / L a channel.
+    # 3 layers of 64 channels at 64 tokens, and 512 tokens of vocabulary: 6 T against 72 C + 6 V / L a channel.
     assert mixing == pytest.approx(64 / (64 + 12 * 64 + 512 / 3))
     assert 0 < saved < 0.25
     assert "as fast" not in headline(page)
@@ -87,11 +87,6 @@ def test_a_head_shows_the_pattern_that_is_installed(tmp_path):
         expected = 0.88 * (share.log10() / 2).clamp(0, 1) + 0.12
         torch.testing.assert_close(torch.tensor(picture[row, : row + 1]), expected, atol=1e-5, rtol=0)
     assert not np.triu(picture, 1).any()
-
-
-def test_curves_are_means_of_neighbours():
-    places, means = figures.binned(np.arange(5.0), np.array([1.0, 2.0, np.nan, np.nan, 10.0]), 3)
-    np.testing.assert_allclose((places, means), ([0.5, 2.5, 4.0], [1.5, np.nan, 10.0]))
 
 
 @pytest.mark.browser
