@@ -78,7 +78,7 @@ def compare_runs(
         record["update_time_caveat"] = speed_caveat(record)
     else:
         record |= paired_tasks(*map(answers_of_run, pair))
-    # Recall is judged by the ordinary arm alone: the frozen one may have lost it by the freezing.
+    # Whether recall is learnt, the ordinary arm alone shows: the frozen one may have lost it by the freezing.
     reasons = [unlearnt_reason(result) for result in (results if of_text else results[:1])]
     record["not_learnt"] = "; ".join(f"{arm}: {why}" for arm, why in zip(ARMS, reasons, strict=False) if why) or None
     if out is not None:

@@ -152,7 +152,7 @@ def halves(text: Iterable[Batch]) -> tuple[list[Tensor], list[Tensor]]:
 
 @dataclass(frozen=True)
 class JointCost:
-    """Which heads were accepted together, in order, and what they cost on the text they were chosen by, in nats."""
+    """The heads that were accepted together, in order, and their cost on the text that chose them, in nats."""
 
     accepted: tuple[Head, ...]
     rises: tuple[float, ...]

@@ -241,10 +241,10 @@ class Corpus:
         rest = limit = config.max_bytes or sys.maxsize
         for source in sources:
             facts.append({"source": source.name, "documents": 0, "bytes": 0})
-            for whole in source.documents():
-                if config.max_bytes is not None and len(data := whole.encode()) > limit:
-                    whole = data[:limit].decode(errors="ignore")
-                for text in split_text(whole, longest):
+            for document in source.documents():
+                if config.max_bytes is not None and len(data := document.encode()) > limit:
+                    document = data[:limit].decode(errors="ignore")
+                for text in split_text(document, longest):
                     if not text.strip():
                         self.skipped["empty"] += 1
                         continue
@@ -380,16 +380,17 @@ def _hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float, pool: np.nd
     A document longer than an eighth of the held-out text stays in training, lest a partition be one document; where
     that leaves too little, the limit is a third. All arrays are `[documents]`.
     """
-    target, taken = fraction * tokens.sum(), np.empty(0, dtype=np.int64)
+    target, heldout = fraction * tokens.sum(), np.zeros(len(keys), dtype=bool)
     order = np.argsort(keys, kind="stable")
     order = order[pool[order]]
     for longest in _LONGEST_HELD_OUT:
         short = order[tokens[order] <= longest * target]
-        # The document that crosses the target is taken if that lands nearer to it.
-        taken = short[np.cumsum(tokens[short]) - tokens[short] / 2 <= target]
-        if tokens[taken].sum() >= _ENOUGH_HELD_OUT * target:
+        heldout[:] = False
+        # The document that crosses the target is held out if that lands nearer to it.
+        heldout[short[np.cumsum(tokens[short]) - tokens[short] / 2 <= target]] = True
+        if tokens[heldout].sum() >= _ENOUGH_HELD_OUT * target:
             break
-    return np.isin(np.arange(len(keys)), taken)
+    return heldout
 
 
 def _divide(keys: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> np.ndarray:

@@ -139,9 +139,8 @@ def _tasks(
     sources = {}
     if folder is not None:
         for member in members:
-            file = read_questions(member["task"], folder, limit=limit)
-            sources[member["task"]] = {"path": str(file.path), "sha256": file.sha256}
-            splits = {"questions": datasets.Dataset.from_list(file.rows)}
+            questions, sources[member["task"]] = read_questions(member["task"], folder, limit=limit)
+            splits = {"questions": datasets.Dataset.from_list(questions)}
             member |= {"custom_dataset": lambda _splits=splits, **_: _splits, "validation_split": "questions"}
             member |= {"training_split": None, "test_split": None}
     try:

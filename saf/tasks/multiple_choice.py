@@ -166,11 +166,11 @@ class FinetuneTask(Task):
         if count > len(examples):
             raise DataError(f"calibration_sequences must be at most {len(examples)}, all that train, got {count}")
         order = permutation(_CALIBRATION, self.settings.seed, 0, len(examples))
-        chosen = [examples[place] for place in order[:count]]
+        drawn = [examples[place] for place in order[:count]]
         longest = max(examples, key=lambda each: len(each.sequence))
-        if all(len(each.sequence) < len(longest.sequence) for each in chosen):
-            chosen[-1] = longest
-        rows = [each.row for each in chosen]
+        if all(len(each.sequence) < len(longest.sequence) for each in drawn):
+            drawn[-1] = longest
+        rows = [each.row for each in drawn]
         reach = max(range(count), key=lambda place: len(rows[place][0]))
         tokens, *answer = rows[reach]
         further = (token for place in order[::-1] for token in examples[place].sequence)
@@ -201,14 +201,14 @@ class FinetuneTask(Task):
     def answers(self, model: GPT, execution: Execution, examples: "Sequence[Encoded]") -> list[dict[str, Any]]:
         """Answer examples, in order, by the choice of the largest log-probability, the first of equal ones."""
         pairs = [Continuation(each.prompt, choice) for each in examples for choice in each.choices]
-        shape = {"batch_size": self.settings.batch_size, "precision": execution.precision}
-        results, answers = iter(likelihoods(model, pairs, **shape)), []
+        size, precision = self.settings.batch_size, execution.precision
+        results, answers = iter(likelihoods(model, pairs, batch_size=size, precision=precision)), []
         for each in examples:
             log_probs = [next(results).log_prob for _ in each.choices]
             right, taken = each.example.answer, max(range(len(log_probs)), key=log_probs.__getitem__)
-            answers.append({"id": each.example.id, "answer": right, "taken": taken, "right": taken == right})
-            answers[-1] |= {"shortened": each.shortened, "log_probs": log_probs}
-            answers[-1]["answer_tokens"] = len(each.choices[right])
+            answer = {"id": each.example.id, "answer": right, "taken": taken, "right": taken == right}
+            answer |= {"shortened": each.shortened, "log_probs": log_probs}
+            answers.append({**answer, "answer_tokens": len(each.choices[right])})
         return answers
 
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
@@ -410,20 +410,20 @@ def encode_examples(
     would remain, its id goes to `left_out`; so does that of one whose choices have the same tokens.
     """
     result = []
-    parts = ((each.text, each.text + each.question, each.question) for each in examples)
-    texts, wholes, questions = map(tokenizer.encode_batch, zip(*parts, strict=True)) if examples else ((), (), ())
+    parts = ([each.text for each in examples], [each.question for each in examples])
+    texts, questions, prompts = map(tokenizer.encode_batch, (*parts, list(map(str.__add__, *parts))))
     different = list({choice: None for example in examples for choice in example.choices})
     tokens_of = dict(zip(different, map(tuple, tokenizer.encode_batch(different)), strict=True))
-    for example, text, whole, question in zip(examples, texts, wholes, questions, strict=True):
+    for example, text, question, prompt in zip(examples, texts, questions, prompts, strict=True):
         choices = tuple(tokens_of[choice] for choice in example.choices)
         room = limit - max(map(len, choices))  # end-of-text comes first; the last token of a choice is no input
         if len(set(choices)) < len(choices) or not all(choices):
             left_out["choices of the same tokens"].append(example.id)
-        elif len(whole) <= room:
-            result.append(Encoded(example, (tokenizer.eot_id, *whole), choices, shortened=False))
+        elif len(prompt) <= room:
+            result.append(Encoded(example, (tokenizer.eot_id, *prompt), choices, shortened=False))
         elif shorten and question and room > len(question):
-            prompt = (tokenizer.eot_id, *text[: room - len(question)], *question)
-            result.append(Encoded(example, prompt, choices, shortened=True))
+            short = (tokenizer.eot_id, *text[: room - len(question)], *question)
+            result.append(Encoded(example, short, choices, shortened=True))
         else:
             left_out["too long"].append(example.id)
     return result

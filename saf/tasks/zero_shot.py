@@ -36,17 +36,11 @@ class ZeroShotTask(NamedTuple):
     """Converts a file's record to a question, with the columns of the hub's data set."""
 
 
-class Questions(NamedTuple):
-    """The questions of a file, with the columns of the hub's data set."""
+def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) -> tuple[list[Record], dict[str, str]]:
+    """Read the first `limit` questions of a task, or all, from `folder`/NAME, with the columns of the hub's data set.
 
-    rows: list[Record]
-    path: Path
-    sha256: str
-    """Of the file, and of the file of labels beside it where there is one."""
-
-
-def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) -> Questions:
-    """Read the first `limit` questions of a task, or all, from `folder`/NAME; raise DataError when that fails."""
+    The second value has the `path` of the file and its SHA-256. Raises DataError for a file that cannot be read.
+    """
     task = ZERO_SHOT[name]
     paths = (folder / name / f"{file}{suffix}" for file in task.files for suffix in ("", ".gz"))
     if (path := next((path for path in paths if path.is_file()), None)) is None:
@@ -69,7 +63,7 @@ def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) ->
             raise DataError(f"{path}, {place}: {problem}") from error
     if not rows:
         raise DataError(f"{path} holds no question")
-    return Questions(rows, path, entries_hash(sums) if len(sums) > 1 else sums[path.name])
+    return rows, {"path": str(path), "sha256": entries_hash(sums) if len(sums) > 1 else sums[path.name]}
 
 
 def _label(value: Any, choices: int) -> int:

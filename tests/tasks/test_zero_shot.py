@@ -37,12 +37,12 @@ def test_piqas_labels_are_in_a_file_of_their_own(tmp_path, packed):
     folder, text = tmp_path / "piqa", json.dumps(LINES["piqa"][1]) + "\n"
     write(folder, "valid.jsonl", text + text, packed=packed)
     write(folder, "valid-labels.lst", "1\n0\n", packed=packed)
-    result = read_questions("piqa", tmp_path)
-    assert [row["label"] for row in result.rows] == [1, 0]
-    assert result.rows[0]["sol1"] == "one "
-    assert len(read_questions("piqa", tmp_path, limit=1).rows) == 1
+    questions, source = read_questions("piqa", tmp_path)
+    assert [row["label"] for row in questions] == [1, 0]
+    assert questions[0]["sol1"] == "one "
+    assert read_questions("piqa", tmp_path, limit=1)[0] == questions[:1]
     write(folder, "valid-labels.lst", "1\n1\n", packed=packed)
-    assert read_questions("piqa", tmp_path).sha256 != result.sha256
+    assert read_questions("piqa", tmp_path)[1]["sha256"] != source["sha256"]
     write(folder, "valid-labels.lst", "1\n", packed=packed)
     with pytest.raises(DataError, match=r"holds 2 questions, .* 1 labels"):
         read_questions("piqa", tmp_path)
@@ -52,7 +52,7 @@ def test_hellaswags_context_is_split_where_the_file_has_no_parts(tmp_path):
     file, line = LINES["hellaswag"]
     parts = {**line, "ctx": "One. Two he", "ctx_a": "One. Two", "ctx_b": "he"}
     write(tmp_path / "hellaswag", file, "\n".join(json.dumps(each) for each in (parts, {**line, "ctx": "One. two he"})))
-    first, second = read_questions("hellaswag", tmp_path).rows
+    (first, second), _ = read_questions("hellaswag", tmp_path)
     assert (first["ctx_a"], first["ctx_b"], first["label"]) == ("One. Two", "he", "3")
     assert (second["ctx_a"], second["ctx_b"]) == ("One.", "two he")
     assert split_context('He says "go." she') == ('He says "go."', "she")
@@ -82,7 +82,7 @@ def test_a_file_that_is_missing_or_wrong_is_named(tmp_path, task, file, text, wo
 
 
 def test_the_shared_files_are_read(shared):
-    counts = {name: len(read_questions(name, shared / "data" / "tasks").rows) for name in ZERO_SHOT}
+    counts = {name: len(read_questions(name, shared / "data" / "tasks")[0]) for name in ZERO_SHOT}
     assert counts == {"hellaswag": 5021, "piqa": 919, "arc_easy": 1188, "sst2": 436, "boolq": 1635}
 
 
