@@ -18,8 +18,7 @@ from saf.records.files import check_file, entries_hash, read_json, restore_repla
 
 PARTITIONS = ("train", "calibration", "controller", "report")
 SCHEMA = "saf.data/3"
-INDEX_FILE = "index.json"
-TOKENIZER_FILE = "tokenizer.json"
+INDEX_FILE, TOKENIZER_FILE = "index.json", "tokenizer.json"
 _AGAIN = "prepare it again"
 # The independent random streams of one seed.
 _SHUFFLED, _RANDOM, _CALIBRATION = range(3)
@@ -82,7 +81,7 @@ class TokenData:
 
     def tokens(self, partition: str) -> np.ndarray:
         """Return a partition's tokens, memory-mapped unsigned integers `[N]`; raise DataError when it has none."""
-        if not self._facts(partition)["tokens"]:
+        if not self.num_tokens(partition):
             advice = '; its calibration text is drawn from source="train"' if partition == "calibration" else ""
             raise DataError(f"{self.folder}: its {partition} partition is empty{advice}")
         dtype = np.dtype(self.index["dtype"]).newbyteorder("<")
@@ -156,45 +155,15 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def files_of(index: dict[str, Any]) -> dict[str, tuple[int | None, str | None]]:
     """Return size and SHA-256 of a data folder's files by name, None where the index does not record them."""
-    files: dict[str, tuple[int | None, str | None]] = {INDEX_FILE: (None, None), CONFIG_FILE: (None, None)}
-    files[TOKENIZER_FILE] = (None, index["tokenizer"]["sha256"])
-    for name, info in index["partitions"].items():
-        files[f"{name}.bin"] = (info["tokens"] * np.dtype(index["dtype"]).itemsize, info["sha256"])
-    return files
+    size = np.dtype(index["dtype"]).itemsize
+    return {
+        **dict.fromkeys((INDEX_FILE, CONFIG_FILE), (None, None)),
+        TOKENIZER_FILE: (None, index["tokenizer"]["sha256"]),
+        **{f"{name}.bin": (info["tokens"] * size, info["sha256"]) for name, info in index["partitions"].items()},
+    }
 
 
 # --- windows
-
-
-def generator(stream: int, seed: int, number: int) -> np.random.Generator:
-    """Return a counter-based generator: one stream, seed and number always give the same numbers."""
-    key, counter = np.array([seed, number], dtype=np.uint64), np.array([0, 0, 0, stream], dtype=np.uint64)
-    return np.random.Generator(np.random.Philox(key=key, counter=counter))
-
-
-@lru_cache(maxsize=2)
-def permutation(stream: int, seed: int, epoch: int, count: int) -> np.ndarray:
-    """Return the order of `count` items in an epoch, cached for the next batch."""
-    return generator(stream, seed, epoch).permutation(count)
-
-
-def _count_windows(tokens: np.ndarray, length: int) -> int:
-    """Count the windows of `length + 1` tokens that start every `length` tokens; raise DataError for none."""
-    if length < 1:
-        raise InputError(f"length must be at least 1, got {length}")
-    if (windows := (len(tokens) - 1) // length) < 1:
-        name = getattr(tokens, "filename", "the text")
-        least = f"a window of length {length} needs {length + 1} tokens, {name} has {len(tokens):,}"
-        raise DataError(f"{least}; give more text, or a length of {max(len(tokens) - 1, 1)} at most")
-    return windows
-
-
-def _read(tokens: np.ndarray, starts: Sequence[int] | np.ndarray, size: int) -> Tensor:
-    """Read windows of `size` tokens, `[starts, size]` int64."""
-    out = np.empty((len(starts), size), dtype=np.int64)
-    for row, start in enumerate(starts):
-        out[row] = tokens[start : start + size]
-    return torch.from_numpy(out)
 
 
 def shuffled_windows(tokens: np.ndarray, position: int, size: int, *, length: int, seed: int) -> Tensor:
@@ -227,18 +196,6 @@ def sequential_windows(tokens: np.ndarray, length: int, limit: int | None = None
     return _read(tokens, np.arange(windows)[:limit] * length, length + 1)
 
 
-def begun_with(windows: Tensor, token: int) -> Tensor:
-    """Put a token before windows `[N, n]`, which lose their last one; models were trained to find one there.
-
-    Where neighbours share a token, every token of the text is still a target once.
-
-    >>> begun_with(torch.tensor([[5, 6, 7], [7, 8, 9]]), 1)
-    tensor([[1, 5, 6],
-            [1, 7, 8]])
-    """
-    return torch.cat([torch.full_like(windows[:, :1], token), windows[:, :-1]], dim=1)
-
-
 def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, source: str | None = None) -> Tensor:
     """Draw `count` non-overlapping windows without replacement, int64 `[count, length]`.
 
@@ -255,3 +212,46 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
         fewer = "use fewer (--sequences, of a run --calibration-sequences) or more text"
         raise DataError(f"calibration needs {count} windows of length {length}, {few}; {fewer}")
     return _read(tokens, generator(_CALIBRATION, seed, 0).permutation(windows)[:count] * length, length)
+
+
+def begun_with(windows: Tensor, token: int) -> Tensor:
+    """Put a token before windows `[N, n]`, which lose their last one; models were trained to find one there.
+
+    Where neighbours share a token, every token of the text is still a target once.
+
+    >>> begun_with(torch.tensor([[5, 6, 7], [7, 8, 9]]), 1)
+    tensor([[1, 5, 6],
+            [1, 7, 8]])
+    """
+    return torch.cat([torch.full_like(windows[:, :1], token), windows[:, :-1]], dim=1)
+
+
+def generator(stream: int, seed: int, number: int) -> np.random.Generator:
+    """Return a counter-based generator: one stream, seed and number always give the same numbers."""
+    key, counter = np.array([seed, number], dtype=np.uint64), np.array([0, 0, 0, stream], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=key, counter=counter))
+
+
+@lru_cache(maxsize=2)
+def permutation(stream: int, seed: int, epoch: int, count: int) -> np.ndarray:
+    """Return the order of `count` items in an epoch, cached for the next batch."""
+    return generator(stream, seed, epoch).permutation(count)
+
+
+def _count_windows(tokens: np.ndarray, length: int) -> int:
+    """Count the windows of `length + 1` tokens that start every `length` tokens; raise DataError for none."""
+    if length < 1:
+        raise InputError(f"length must be at least 1, got {length}")
+    if (windows := (len(tokens) - 1) // length) < 1:
+        name = getattr(tokens, "filename", "the text")
+        least = f"a window of length {length} needs {length + 1} tokens, {name} has {len(tokens):,}"
+        raise DataError(f"{least}; give more text, or a length of {max(len(tokens) - 1, 1)} at most")
+    return windows
+
+
+def _read(tokens: np.ndarray, starts: Sequence[int] | np.ndarray, size: int) -> Tensor:
+    """Read windows of `size` tokens, `[starts, size]` int64."""
+    out = np.empty((len(starts), size), dtype=np.int64)
+    for row, start in enumerate(starts):
+        out[row] = tokens[start : start + size]
+    return torch.from_numpy(out)
