@@ -6,7 +6,6 @@ A pair is compared by perplexity or by accuracy: on questions, on queries of ass
 
 import math
 import warnings
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,16 +58,22 @@ def compare_runs(
     or questions), InputError for one that has not ended or whose files are not those of its result.
     """
     pair = [run if isinstance(run, RecordedRun) else RecordedRun.open(run) for run in (ordinary, frozen)]
-    results, measures = [run.finished_result() for run in pair], [_measure(run) for run in pair]
+    one, other = pair
+    results = [run.finished_result() for run in pair]
+    measures = [_measure(result) for result in results]
     if measures[0] != measures[1]:
         raise InputError(f"both runs must be measured alike, got {' and '.join(measures)}")
-    (one, other), options, of_text = pair, {"resamples": resamples, "seed": seed}, measures[0] == "perplexity"
+    of_text = measures[0] == "perplexity"
     if of_text and other.arm == "ordinary":
         raise CompareError(f"{other.folder} froze or pruned no heads; name the ordinary arm first, the other second")
-    settings, folders = {"allow_differences": allow_differences, **options}, [run.folder for run in pair]
-    lines = differences(one, other) if of_text else _setting_differences(one, other)
-    hashes = [result["provenance"]["checkpoints"].get("final") for result in results]
-    record = _header(PERPLEXITY if of_text else ACCURACY, settings, folders, hashes, lines)
+    options = {"resamples": resamples, "seed": seed}
+    record = _header(
+        PERPLEXITY if of_text else ACCURACY,
+        {"allow_differences": allow_differences, **options},
+        [run.folder for run in pair],
+        [result["provenance"]["checkpoints"].get("final") for result in results],
+        differences(one, other) if of_text else _setting_differences(one, other),
+    )
     record["heads_by_kind"] = [run.head_counts for run in pair]
     record |= {"heads": len(other.edited_heads), "num_heads": other.num_heads}
     if of_text:
@@ -96,8 +101,7 @@ def unlearnt_reason(result: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _measure(run: RecordedRun) -> str:
-    result = run.finished_result()
+def _measure(result: Mapping[str, Any]) -> str:
     return "recall" if "recall" in result else "accuracy" if "answers_sha256" in result else "perplexity"
 
 
@@ -268,12 +272,10 @@ def compare_evaluations(
     (record, losses), (other, frozen_losses) = map(read_evaluation, folders)
     names = ("length", "data_fingerprint", "bos", "windows_hash", "precision")
     _check_same({name: (record.get(name), other.get(name)) for name in names}, folders)
-    return {
-        **_evaluation_header(PERPLEXITY, {"allow_differences": allow_differences, **options}, folders, (record, other)),
-        "length": record["length"],
-        "precision": record["precision"],
-        **delta_of_windows(losses, frozen_losses, **options),
-    }
+    settings = {"allow_differences": allow_differences, **options}
+    header = _evaluation_header(PERPLEXITY, settings, folders, (record, other))
+    shape = {name: record[name] for name in ("length", "precision")}
+    return {**header, **shape, **delta_of_windows(losses, frozen_losses, **options)}
 
 
 def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differences: bool = False) -> Record:
@@ -423,7 +425,7 @@ _COLOURS = {
     "frozen": ("frozen", "frozen-2", "frozen-3"),
     "pruned": ("pruned", "pruned-2"),
 }
-"""CSS colours of the kinds of arms, in the order in which they are taken."""
+"""CSS colours of each kind of arm."""
 
 
 @dataclass(frozen=True)
@@ -469,13 +471,8 @@ def arm_names(runs: Sequence[RecordedRun]) -> list[str]:
 
 def arm_colours(runs: Sequence[RecordedRun]) -> list[str]:
     """Choose the CSS colour of each run; arms beyond the colours of their kind share them."""
-    used: Counter[str] = Counter()
-    colours = []
-    for run in runs:
-        kind = run.arm if run.arm in _COLOURS else "frozen"  # a frozen run may have pruned heads too
-        colours.append(_COLOURS[kind][used[kind] % len(_COLOURS[kind])])
-        used[kind] += 1
-    return colours
+    kinds = [run.arm if run.arm in _COLOURS else "frozen" for run in runs]  # a frozen run may have pruned heads too
+    return [_COLOURS[kind][kinds[:place].count(kind) % len(_COLOURS[kind])] for place, kind in enumerate(kinds)]
 
 
 def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison]) -> Table:
