@@ -1,4 +1,4 @@
-"""What each rank of a group does, one story after the other: `two` and `four`, which test_parallel starts."""
+"""Stories that each rank of a group trains, and asserts what it sees: `two` and `four`, which test_parallel starts."""
 
 import hashlib
 import json
@@ -18,8 +18,8 @@ import saf
 import saf.freezing as editing
 from saf.calibration.measure import LayerStatistics
 from saf.data import TokenData
-from saf.distributed import on_rank0
-from saf.errors import SelectionError, UnsupportedError
+from saf.distributed import all_gather, on_rank0
+from saf.errors import DivergenceError, InputError, SafError, SelectionError, UnsupportedError
 from saf.freeze_config import FreezeConfig
 from saf.machine import Execution
 from saf.schedules import ValidationBudget
@@ -29,6 +29,8 @@ from saf.train import TrainConfig, load_model, pretrain
 from saf.train.run import Run
 from saf.train.step import Parallel, Replicas, Shards, Updater, build_optimizer
 
+LOSSES = 2e-6
+"""Relative: losses and gradient norms of several ranks are sums in another order, in float32."""
 FREEZE = FreezeConfig(rate=0.5, max_fit_kl=10.0)
 LAYER = FreezeConfig(heads=[(0, 0), (0, 1), (0, 2), (0, 3), (1, 2)], max_fit_kl=10.0)
 """A layer that keeps no query and no key weights."""
@@ -72,35 +74,13 @@ class Watching:
         patch.setattr(Run, "run_update", updating)
 
 
-def hash_of(run: Run) -> str:
-    """Return the SHA-256 of all parameters, buffers (patterns among them) and moments."""
-    with run.updater.parallel.whole(moments=True):
-        state = [*run.model.state_dict().values(), *run.model.buffers()]
-        return digest([*state, *(value for of in run.updater.optimizer.state.values() for value in of.values())])
-
-
-def digest(tensors: list[torch.Tensor]) -> str:
-    plain = (tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
-    return hashlib.sha256(b"".join(plain)).hexdigest()
-
-
-def raised(function) -> list[str]:
-    """Return the kind and the words of what a function raises."""
-    try:
-        function()
-    except Exception as error:
-        return [type(error).__name__, str(error)]
-    return []
-
-
 def stopping(patch: pytest.MonkeyPatch, update: int, by: bool) -> None:
     """Let a signal come to this process before an update."""
     Watching(patch, update, lambda run: by and os.kill(os.getpid(), signal.SIGTERM))
 
 
 def two(rank: int, folder: str, settings: dict) -> None:
-    """Train as one of two ranks, one story after the other, and write what came of each."""
-    said = {}
+    """Train as one of two ranks; rank 0 writes for test_parallel what one process must find too."""
 
     def config(name: str, **changes) -> TrainConfig:
         return TrainConfig(**{**settings, "out": f"{folder}/{name}", **changes})
@@ -114,28 +94,52 @@ def two(rank: int, folder: str, settings: dict) -> None:
                     patch.setattr("saf.train.run.read_events", lambda folder: [])
                     patch.setattr("saf.train.start.latest", lambda folder: None)
                 watching = Watching(patch)
-                said[f"{name} {kind}"] = story(config(f"{name} {kind}", parallel=kind), name)["report_loss"]
-                said[f"{name} {kind} hash"] = hash_of(watching.run)
-    said["writes"] = watching.run.log is not None
+                alike([story(config(f"{name} {kind}", parallel=kind), name)["report_loss"], hash_of(watching.run)])
+                assert (watching.run.log is None) == (rank > 0)
     pretrain(config("low", freeze=LAYER, parallel="fsdp", precision="bf16", updates=4))
     with pytest.MonkeyPatch.context() as patch:
         stopping(patch, 9, rank == 1)
-        said["begun"] = pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)
+        assert pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)["stopped_at"] == 9
     with pytest.MonkeyPatch.context() as patch:
         stopping(patch, 2, rank == 1)
         assert story(config("four", parallel="fsdp"), "pruned")["stopped_at"] == 2
-    said["bytes"] = bytes_held()
-    said["uneven targets"] = [uneven_targets(rank, parallel) for parallel in (Replicas(), Shards(torch.device("cpu")))]
-    said["evaluated"] = [evaluated(settings["data"], f"{folder}/evaluated"), answered()]
-    said["frozen alike"], said["late"] = frozen_alike(rank), late()
-    refusals(rank, said, config)
-    failures(rank, said, config, lambda: Path(folder, f"{rank}.json").write_text(json.dumps(said)))
+    assert bytes_held() == 8 * saf.preset("tiny").num_parameters, "half of 16 a parameter"
+    for parallel in (Replicas(), Shards(torch.device("cpu"))):
+        assert uneven_targets(rank, parallel) == pytest.approx(uneven_targets(0, Parallel(), every=1), rel=LOSSES)
+    outcomes = {"evaluated": alike(evaluated(settings["data"], f"{folder}/evaluated"))}
+    outcomes["frozen"] = alike(frozen_alike(rank))
+    if rank == 0:
+        Path(folder, "outcomes.json").write_text(json.dumps(outcomes))
+    errors_and_slow_work_of_rank_0(rank)
+    refusals(rank, config)
+    failures(rank, config)
     os._exit(0)  # the group is broken: nothing is left to leave in order
 
 
 def four(rank: int, config: TrainConfig) -> None:
     """Go on on four ranks where two were stopped."""
     pretrain(replace(config, parallel="fsdp", **STORIES["pruned"]), resume=True)
+
+
+def alike(value):
+    """Return the value, which must be the same on all ranks."""
+    assert all(each == value for each in all_gather(value))
+    return value
+
+
+def hash_of(run: Run) -> str:
+    """Return the SHA-256 of all parameters, buffers (patterns among them) and moments."""
+    with run.updater.parallel.whole(moments=True):
+        state = [*run.model.state_dict().values(), *run.model.buffers()]
+        return digest([*state, *(value for of in run.updater.optimizer.state.values() for value in of.values())])
+
+
+def digest(tensors) -> str:
+    plain = (tensor.detach().contiguous().flatten().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(b"".join(plain)).hexdigest()
+
+
+# --- an update
 
 
 def small_model(**changes) -> saf.GPT:
@@ -150,47 +154,16 @@ def uneven_targets(rank: int, parallel: Parallel, every: int = 2) -> list[float]
     targets = ids[..., 1:].clone()
     for number, own in enumerate(targets):
         own[:, 3 + 4 * number :] = -100
-    own = iter([(ids[number, :, :-1], targets[number]) for number in range(rank, 4, every)])
     updater = Updater(
         model=(model := small_model()),
         optimizer=build_optimizer(model),
-        batches=own,
+        batches=iter([(ids[number, :, :-1], targets[number]) for number in range(rank, 4, every)]),
         execution=Execution.of("cpu"),
         accumulation=4 // every,
         parallel=parallel,
         clip=math.inf,
     )
     return list(updater.update(1e-3)[:2])
-
-
-def frozen_alike(rank: int) -> dict:
-    """Freeze with batches of this rank alone, and meet errors of rank 0; return what came of it."""
-    answers = {}
-    for name, error in (("known", SelectionError("too few")), ("strange", ZeroDivisionError("none"))):
-        answers[name] = raised(lambda error=error: on_rank0(lambda: fail(error)))
-    batch = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(rank))
-    model = small_model(num_layers=3)
-    report = saf.freeze_(model, [batch], saf.FreezeConfig(rate=0.25, max_fit_kl=9))
-    answers |= {
-        "heads": report.heads.to_list(),
-        "alpha": report.patterns.alpha.tolist(),
-        "sequences": report.statistics.sequences_hash,
-        "statistics": digest([getattr(report.statistics, name) for name in LayerStatistics._fields]),
-        "output": model(batch[:1] * 0)[0].sum().item(),
-    }
-    return answers
-
-
-def late() -> str:
-    """Return the outcome of work that takes longer than messages of the group may take."""
-    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2))
-    outcome = on_rank0(lambda: time.sleep(1) or "done")
-    distributed.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
-    return outcome
-
-
-def fail(error: Exception) -> None:
-    raise error
 
 
 def bytes_held() -> int:
@@ -204,16 +177,68 @@ def bytes_held() -> int:
     return sum(tensor.to_local().numel() * tensor.element_size() for tensor in held)
 
 
-def refusals(rank: int, said: dict, config) -> None:
+# --- work that ranks share
+
+
+def evaluated(data: str, out: str) -> list:
+    """Return the loss of a small model on seven windows, and likelihoods: batches do not share out evenly."""
+    opened = TokenData.open(data)
+    model = small_model(vocab_size=opened.vocab_size)
+    record = evaluate_perplexity(model, opened, batch_size=3, limit=7, out=out)
+    names = ("loss", "windows", "tokens", "log_probs_sha256", "windows_hash")
+    questions = [Continuation(tuple(range(1, 2 + n % 4)), (n, n + 1)) for n in range(11)]
+    answers = [[one.log_prob, one.greedy] for one in likelihoods(small_model(), questions, batch_size=2)]
+    return [[record[name] for name in names], answers]
+
+
+def frozen_alike(rank: int) -> dict:
+    """Freeze with batches of this rank alone; six heads are measured by each rank, of the middle layer by both."""
+    batch = torch.randint(0, 64, (4, 16), generator=torch.Generator().manual_seed(rank))
+    model = small_model(num_layers=3)
+    report = saf.freeze_(model, [batch], saf.FreezeConfig(rate=0.25, max_fit_kl=9))
+    return {
+        "heads": report.heads.to_list(),
+        "alpha": report.patterns.alpha.tolist(),
+        "sequences": report.statistics.sequences_hash,
+        "statistics": digest([getattr(report.statistics, name) for name in LayerStatistics._fields]),
+        "output": model(torch.zeros(1, 16, dtype=torch.long))[0].sum().item(),
+    }
+
+
+def errors_and_slow_work_of_rank_0(rank: int) -> None:
+    """Errors of rank 0 arrive as what they are, or named; its work may take longer than messages of the group."""
+    with pytest.raises(SelectionError, match="too few"):
+        on_rank0(lambda: fail(SelectionError("too few")))
+    strange = (SafError, "process 0 failed: ZeroDivisionError: none") if rank else (ZeroDivisionError, "none")
+    with pytest.raises(strange[0], match=strange[1]):
+        on_rank0(lambda: fail(ZeroDivisionError("none")))
+    distributed.distributed_c10d._set_pg_timeout(timedelta(seconds=0.2))
+    assert on_rank0(lambda: time.sleep(1) or "done") == "done"
+    distributed.distributed_c10d._set_pg_timeout(timedelta(minutes=30))
+
+
+def fail(error: Exception) -> None:
+    raise error
+
+
+# --- what cannot work
+
+
+def refusals(rank: int, config) -> None:
     """Begin runs that no group can make; what one rank refuses, all do."""
-    said["uneven"] = raised(lambda: pretrain(config("uneven", accumulation=3)))
-    said["alone"] = raised(lambda: pretrain(config("alone", parallel="none")))
-    said["unlike"] = raised(lambda: pretrain(config("unlike", batch_size=2 + 2 * rank)))
-    trained = FreezeConfig(rate=0.5, trainable=True)
-    said["trained"] = raised(lambda: pretrain(config("trained", freeze=trained, parallel="fsdp")))
+    trained = {"freeze": FreezeConfig(rate=0.5, trainable=True), "parallel": "fsdp"}
+    for error, words, changes in (
+        (InputError, "accumulation=2 and batch_size=3", {"accumulation": 3}),
+        (InputError, "needs one process, got 2", {"parallel": "none"}),
+        (InputError, "process 1 must have .*: batch_size must be 2, got 4", {"batch_size": 2 + 2 * rank}),
+        (UnsupportedError, "fsdp takes neither", trained),
+    ):
+        with pytest.raises(error, match=words):
+            pretrain(config("refused before", **changes))
+    assert not Path(config("refused before").out).exists()
 
 
-def failures(rank: int, said: dict, config, write) -> None:
+def failures(rank: int, config) -> None:
     """Fail on one of two ranks, one way after the other, at last by ending it."""
     with pytest.MonkeyPatch.context() as patch:
 
@@ -223,37 +248,23 @@ def failures(rank: int, said: dict, config, write) -> None:
                 run.updater.engine = replace(engine, forward=lambda *a, **k: engine.forward(*a, **k) * float("nan"))
 
         watching = Watching(patch, 4, poison)
-        said["diverged"] = raised(lambda: pretrain(config("diverged")))
-        said["applied"] = watching.run.update
+        with pytest.raises(DivergenceError, match="update 4 was not applied"):
+            pretrain(config("diverged"))
+        assert watching.run.update == 3
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(editing, "install_", lambda *_, **__: fail(UnsupportedError("no room for the tables")))
         watching = Watching(patch)
-        said["event"] = raised(lambda: pretrain(config("refused", freeze=FREEZE)))
-        after = watching.run.model.state_dict()
+        with pytest.raises(UnsupportedError, match="no room for the tables"):
+            pretrain(config("refused", freeze=FREEZE))
         before = load_model(watching.run.checkpoints / "step-6").state_dict()
-        said["unchanged"] = digest([*before.values()]) == digest([*after.values()])
+        assert digest(before.values()) == digest(watching.run.model.state_dict().values()), "rank 0 undid its edit"
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("saf.train.loop.plan_calibration", lambda *_, **__: {}["plan"])
-        said["apart"] = raised(lambda: pretrain(config("apart", freeze=FREEZE)))
-    write()
-    with pytest.MonkeyPatch.context() as patch:
-        if rank == 1:
-            patch.setattr("saf.train.loop.plan_calibration", lambda *_, **__: os._exit(9))
-        said["lost"] = raised(lambda: pretrain(config("lost", freeze=FREEZE)))
-        write()
-
-
-def evaluated(data: str, out: str) -> dict:
-    """Return the loss of a small model on seven windows in batches of three, the last one of one window."""
-    opened = TokenData.open(data)
-    model = small_model(vocab_size=opened.vocab_size)
-    record = evaluate_perplexity(model, opened, batch_size=3, limit=7, out=out)
-    return {name: record[name] for name in ("loss", "windows", "tokens", "log_probs_sha256", "windows_hash")}
-
-
-def answered() -> list[list]:
-    """Return a small model's likelihoods of continuations, in batches that do not share out evenly."""
-    asked = [Continuation(tuple(range(1, 2 + n % 4)), (n, n + 1)) for n in range(11)]
-    return [[one.log_prob, one.greedy] for one in likelihoods(small_model(), asked, batch_size=2)]
+        error, words = (KeyError, "plan") if rank else (SafError, "process 1 failed: KeyError: 'plan'")
+        with pytest.raises(error, match=words):
+            pretrain(config("unlike", freeze=FREEZE))
+        patch.setattr("saf.train.loop.plan_calibration", lambda *_, **__: os._exit(9) if rank else "")
+        with pytest.raises((SafError, RuntimeError)):  # and no waiting for a rank that ended
+            pretrain(config("lost", freeze=FREEZE))
