@@ -65,7 +65,7 @@ def _run(path: Path) -> dict[str, Any]:
         "kind": "run",
         "verified": all(entry["problem"] is None for entry in steps),
         "arm": run.arm,
-        "finished": run.result is not None,
+        "finished": bool(run.result),
         "missing": run.missing,
         "updates": final.get("updates", last.get("update")),
         "tokens": final.get("tokens", last.get("tokens")),

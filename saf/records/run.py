@@ -37,12 +37,12 @@ from saf.records.table import natural_order
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """The records of one run; parts that the run did not write are None or empty."""
+    """The records of one run; parts that the run did not write are empty."""
 
     folder: Path
     config: dict[str, Any]
-    result: dict[str, Any] | None = None
-    evaluation: dict[str, Any] | None = None
+    result: dict[str, Any] = field(default_factory=dict)
+    evaluation: dict[str, Any] = field(default_factory=dict)
     events: list["EventRecord"] = field(default_factory=list)
     metrics: list[dict[str, Any]] = field(default_factory=list)
     evaluations: list[dict[str, Any]] = field(default_factory=list)
@@ -53,7 +53,7 @@ class RecordedRun:
         folder = Path(folder)
         expect(folder, Kind.RUN)
         result, evaluation = (
-            read_result(folder / name) if (folder / name).exists() else None
+            read_result(folder / name) if (folder / name).exists() else {}
             for name in ("result.json", "evaluation.json")
         )
         return cls(
@@ -68,7 +68,7 @@ class RecordedRun:
 
     def finished_result(self) -> dict[str, Any]:
         """Return result.json; raise InputError when the run has not ended."""
-        if self.result is None:
+        if not self.result:
             raise InputError(f"{self.folder} has no result.json: the run has not ended. Go on with --resume first")
         return self.result
 
@@ -77,17 +77,17 @@ class RecordedRun:
 
         The clocks are "everything" and "warm", which leaves out loading and compilation.
         """
-        return (((self.result or {}).get("time") or {}).get(clock) or {}).get("seconds")
+        return self.result.get("time", {}).get(clock, {}).get("seconds")
 
     @property
     def missing(self) -> list[str]:
         """What the settings of a finished run ask for and its records do not have, in words."""
-        return list((self.result or {}).get("missing", []))
+        return list(self.result.get("missing", []))
 
     @property
     def arm(self) -> str:
         """frozen, pruned, "frozen and pruned" or ordinary: the heads at the end, or what the settings intend."""
-        if self.result is not None:
+        if self.result:
             return str(self.result["arm"])
         if not self.events and (freeze := self.config.get("freeze")):
             return STATE_AFTER[freeze.get("operation", "freeze")]
@@ -95,7 +95,7 @@ class RecordedRun:
 
     @property
     def num_heads(self) -> int:
-        model = self.config.get("model") or {}
+        model = self.config.get("model", {})
         return int(model.get("num_layers", 0)) * int(model.get("num_heads", 0))
 
     @property
@@ -108,8 +108,8 @@ class RecordedRun:
         return self._heads("pruned", "prune")
 
     def _heads(self, name: str, kind: str) -> list[list[int]]:
-        provenance = (self.result or {}).get("provenance") or {}
-        return [list(head) for head in provenance.get(name) or edited_heads(self.events, kind)]
+        recorded = self.result.get("provenance", {}).get(name)
+        return [list(head) for head in recorded or edited_heads(self.events, kind)]
 
     @property
     def edited_heads(self) -> list[list[int]]:
@@ -126,7 +126,7 @@ class RecordedRun:
     @property
     def last_change(self) -> int | None:
         """The update after which heads last changed, or None."""
-        first = ((self.result or {}).get("intervention") or {}).get("update")
+        first = (self.result.get("intervention") or {}).get("update")
         return max((event.update for event in self.events if event.update is not None), default=first)
 
     @property
