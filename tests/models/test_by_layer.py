@@ -75,11 +75,6 @@ def test_the_sum_of_both_products_is_left_to_the_program_that_norms_it(model, co
     freeze(model, (0, 1), (2, 3))
     check_equal(model)
     assert len(counted.graphs) == 5, "attention with and without a frozen head, the MLP behind each, the loss"
-    attention = model.blocks[0].attention
-    x = torch.randn(1, LENGTH, 32)
-    products = attention.products(x, None, None)
-    assert len(products) == 2
-    assert torch.equal(products[0] + products[1], attention(x, None, None))
 
 
 def test_trained_patterns_are_inputs_of_the_program(model, counted):
