@@ -371,8 +371,7 @@ class FlexAttention(LiveAttention):
 class FreeBackend(Backend):
     """Frozen heads that cost nothing: values pass through unmixed. The bound of what freezing can save."""
 
-    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        return "values pass through unmixed (a bound for measurements, not a model)"
+    how = "values pass through unmixed (a bound for measurements, not a model)"
 
     def prepare(self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], *_: Any) -> dict[torch.dtype, Tables]:
         return {dtype: {} for dtype in dtypes}

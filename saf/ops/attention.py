@@ -19,7 +19,7 @@ from saf.errors import InputError, UnsupportedError
 from saf.ops.flash_decode.op import MOST_ROWS, flash_decode, largest_group, unsupported_reason
 from saf.ops.frozen_heads import BACKENDS, FrozenHeads, FrozenPart
 from saf.ops.fused.op import mix_few
-from saf.ops.heads import cached_order, even_queries, flat_heads, join_heads, live_keys, merge_slots, take_heads
+from saf.ops.heads import cached_order, flat_heads, join_heads, merge_slots, take_heads
 from saf.ops.linear.op import RecurrentState
 from saf.ops.live import FLASH_DECODE, check_kernel, live_attention
 from saf.ops.operator import has_tangent
@@ -154,15 +154,20 @@ def frozen_attention(
 def live_heads(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...], **options: Any) -> Tensor:
     """Return `live_attention` of live slots, `[B, L, Tq, D]`: `key [B, K, T, D]` of the value heads that they read.
 
-    SDPA takes groups of one size. Uneven ones take a key for each query where sequences are whole; of fewer rows some
-    queries are computed twice instead, and no keys are copied. `options` are those of `live_attention`.
+    SDPA takes groups of one size, in ascending order. Others take a key for each query where sequences are whole; of
+    fewer rows some queries are computed twice instead, and no keys are copied. `options` are those of `live_attention`.
     """
+    used = tuple(sorted(set(live_kv)))
+    if live_kv == tuple(sorted(used * (len(live_kv) // max(1, len(used))))):
+        return live_attention(query, key, take_heads(value, used), **options)
     if query.shape[-2] == key.shape[-2]:
-        key, read = live_keys(key, live_kv)
-        return live_attention(query, key, take_heads(value, read), **options)
-    even, first_copy = even_queries(query, live_kv)
-    output = live_attention(even, key, take_heads(value, tuple(sorted(set(live_kv)))), **options)
-    return output if first_copy is None else take_heads(output, first_copy)
+        key = take_heads(key, tuple(map(used.index, live_kv)))
+        return live_attention(query, key, take_heads(value, live_kv), **options)
+    groups = [[slot for slot, head in enumerate(live_kv) if head == kv] for kv in used]
+    size = max(map(len, groups))
+    repeated = tuple(slot for group in groups for slot in group + group[-1:] * (size - len(group)))
+    output = live_attention(take_heads(query, repeated), key, take_heads(value, used), **options)
+    return take_heads(output, tuple(map(repeated.index, range(len(live_kv)))))
 
 
 # --- the decision

@@ -24,6 +24,8 @@ ValueHeads = tuple[int, ...] | None
 class Backend(ABC):
     """Execute frozen heads in one way. Class attributes declare its capabilities and the methods that these need."""
 
+    how: ClassVar[str]
+    """How it runs, a clause for people."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     """Dtypes of values."""
     mixes_live: ClassVar[bool] = False
@@ -36,10 +38,6 @@ class Backend(ABC):
     def unsupported_reason(self, device: torch.device, dtype: torch.dtype) -> str | None:
         """Return why the backend cannot run on `device` with values of `dtype`; None when it can."""
         return None if dtype in self.dtypes else f"values must be one of {[str(d) for d in self.dtypes]}, got {dtype}"
-
-    @abstractmethod
-    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Return a clause for people: how the backend runs."""
 
     @abstractmethod
     def prepare(
@@ -133,11 +131,9 @@ def _weighted_sum(weights: Tensor, value: Tensor, heads: tuple[int, ...]) -> Ten
 class Reference(Backend):
     """Execute frozen heads as one dense matrix product a head, of `weights [F, T, T]`."""
 
+    how = "dense T x T patterns and a matrix product per head (the oracle: exact, slow, large)"
     trains = True
     in_autograd = True
-
-    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        return "dense T x T patterns and a matrix product per head (the oracle: exact, slow, large)"
 
     def prepare(
         self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,

@@ -282,7 +282,7 @@ def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float
     lines = [f"rule: {rule}"]
     for name, backend in BACKENDS.items():
         reason = backend.unsupported_reason(device, dtype)
-        how = backend.describe(device, dtype) if reason is None else f"no: {reason}"
+        how = backend.how if reason is None else f"no: {reason}"
         lines.append(f"{name} on {device.type}, {str(dtype).removeprefix('torch.')}: {how}")
     return [*lines, f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}"]
 

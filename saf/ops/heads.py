@@ -35,39 +35,6 @@ def heads_like(x: Tensor, heads: int) -> Tensor:
     return x.new_empty(batch, length, heads, dim).transpose(1, 2)
 
 
-# --- which value head a slot reads
-
-
-def groups_evenly(live_kv: tuple[int, ...]) -> bool:
-    """Return whether equally many consecutive live heads read each KV head, as SDPA's groups do, in ascending order."""
-    used = tuple(set(live_kv))
-    return live_kv == tuple(sorted(used * (len(live_kv) // max(1, len(used)))))
-
-
-def live_keys(key: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...]]:
-    """Return the keys that live heads take, and the value heads that go with them.
-
-    They are `key` itself where heads group evenly, otherwise one for each live head.
-    """
-    used = tuple(sorted(set(live_kv)))
-    if groups_evenly(live_kv):
-        return key, used
-    return take_heads(key, tuple(used.index(head) for head in live_kv)), live_kv
-
-
-def even_queries(query: Tensor, live_kv: tuple[int, ...]) -> tuple[Tensor, tuple[int, ...] | None]:
-    """Return queries `[B, L, Tq, D]` that group evenly, some of them repeated, and where each live head is first.
-
-    For few rows repeating costs next to nothing; keys would have to be copied otherwise. None where all are in place.
-    """
-    if groups_evenly(live_kv):
-        return query, None
-    groups = [[slot for slot, head in enumerate(live_kv) if head == kv] for kv in sorted(set(live_kv))]
-    size = max(map(len, groups))
-    repeated = [slot for group in groups for slot in group + group[-1:] * (size - len(group))]
-    return take_heads(query, tuple(repeated)), tuple(map(repeated.index, range(len(live_kv))))
-
-
 def cached_order(slots: tuple[int, ...], num_frozen: int, linear: tuple[int, ...] = ()) -> tuple[int, ...]:
     """Return the value heads that `slots` read in the order of a cache of fixed size: those of live slots come first.
 

@@ -198,6 +198,7 @@ class Fused(Backend):
     `kv_head` names their value heads.
     """
 
+    how = "one Triton launch a layer for live and frozen heads (the paper's execution)"
     mixes_live = True
     dtypes = TRITON_DTYPES
 
@@ -205,9 +206,6 @@ class Fused(Backend):
         if device.type != "cuda" or not has_triton():
             return f"it needs a CUDA device and Triton, got {device.type}"
         return super().unsupported_reason(device, dtype)
-
-    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        return "one Triton launch a layer for live and frozen heads (the paper's execution)"
 
     def prepare(
         self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,

@@ -389,12 +389,9 @@ class Linear(Backend):
     `[F, T]`.
     """
 
+    how = "chunks with a state, time linear in length, in Triton on CUDA; for exponential patterns"
     # Sums of poles in float16 would need a range that it does not have.
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
-
-    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        how = "in Triton" if uses_triton(device, dtype) else "as matrix products in PyTorch"
-        return f"chunks with a state {how}, time linear in length, for exponential patterns"
 
     def prepare(
         self, patterns: Sequence[Any], dtypes: Sequence[torch.dtype], device: torch.device, kv_head: ValueHeads = None

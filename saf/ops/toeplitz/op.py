@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from saf.errors import UnsupportedError
 from saf.ops.backend import Backend, Tables, ValueHeads
 from saf.ops.flash_decode.op import decode_maps
-from saf.ops.fused.op import few_tables, serves_few
+from saf.ops.fused.op import few_tables
 from saf.ops.heads import dense_product, heads_like, merge_slots, take_heads, unit_stride
 from saf.ops.operator import has_triton, operator, uses_triton
 from saf.ops.positions import unpadded
@@ -53,8 +53,8 @@ def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) 
     position = torch.arange(block, device=x.device)
     at = position[:, None] - position + block - 1  # [C, C]
     y = torch.zeros_like(u)
-    for apart in range(count):
-        y[:, :, apart * width :].baddbmm_(g[:, at + apart * block], u[:, :, : (count - apart) * width])
+    for offset in range(count):
+        y[:, :, offset * width :].baddbmm_(g[:, at + offset * block], u[:, :, : (count - offset) * width])
     y = y.view(heads, block, count, batch, dim).permute(3, 2, 1, 0, 4)
     y = y.reshape(batch, count * block, heads, dim)[:, :length]
     output = heads_like(x, heads)
@@ -205,12 +205,11 @@ class Toeplitz(Backend):
     Slots in `stored` have `weights [F - C, T, T]`. Where none is stored, `few_tables` and `decode_maps` are added.
     """
 
+    how = (
+        f"block-Toeplitz matrix products, {BLOCK} x {BLOCK} tiles shared by the batch, in Triton on CUDA; there few "
+        "tokens without gradients take one launch with live heads"
+    )
     trains = True
-
-    def describe(self, device: torch.device, dtype: torch.dtype) -> str:
-        how = "Triton" if uses_triton(device, dtype) else "PyTorch"
-        few = "; few tokens without gradients: one launch with live heads" if serves_few(device, dtype) else ""
-        return f"block-Toeplitz matrix products in {how} ({BLOCK} x {BLOCK} tiles shared by the batch){few}"
 
     def prepare(
         self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,
@@ -383,9 +382,9 @@ def cross_correlation(left: Tensor, right: Tensor) -> Tensor:
     result = left.new_zeros(
         left.shape[0], (count + 1) * block - 1, dtype=torch.promote_types(left.dtype, torch.float32)
     )
-    for apart in range(count):
-        pairs = _product(later[:, :, apart * width :], earlier[:, :, : (count - apart) * width].mT)
-        result[:, apart * block : (apart + 2) * block - 1] += antidiagonal_sums(pairs)
+    for offset in range(count):
+        pairs = _product(later[:, :, offset * width :], earlier[:, :, : (count - offset) * width].mT)
+        result[:, offset * block : (offset + 2) * block - 1] += antidiagonal_sums(pairs)
     return result[:, block - 1 : block - 1 + length]
 
 
