@@ -24,8 +24,8 @@ for case in list(CASES.values())[part::parts]:
 @pytest.fixture(scope="session")
 def compiled_kernels(request: pytest.FixtureRequest) -> None:
     """Fill Triton's cache on disk. What fails here is compiled, or fails for all to see, in the tests."""
-    wanted = sum("compiled_kernels" in getattr(item, "fixturenames", ()) for item in request.session.items)
-    if wanted < FEWEST or PROCESSES < 2:
+    count = sum("compiled_kernels" in getattr(item, "fixturenames", ()) for item in request.session.items)
+    if count < FEWEST or PROCESSES < 2:
         return
     path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
     shares = [[sys.executable, "-c", SHARE, str(part), str(PROCESSES)] for part in range(PROCESSES)]

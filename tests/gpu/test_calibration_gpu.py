@@ -27,9 +27,9 @@ def operands(count, heads, key_heads, length, dim, dtype, spread=2.0):
     return make(heads), make(key_heads)
 
 
-def worst(found, expected) -> dict[str, float]:
+def worst(actual, expected) -> dict[str, float]:
     """Largest error of each statistic, relative to its largest entry."""
-    pairs = zip(FIELDS, found, expected, strict=True)
+    pairs = zip(FIELDS, actual, expected, strict=True)
     return {name: ((one - two).abs().max() / two.abs().max()).item() for name, one, two in pairs}
 
 
@@ -40,11 +40,11 @@ def worst(found, expected) -> dict[str, float]:
 @pytest.mark.usefixtures("nan_empty")
 def test_agrees_with_float64_from_the_same_queries_and_keys(count, length, dim, dtype):
     query, key = operands(count, 4, 2, length, dim, dtype)
-    found = measure_by_kernel(query, key, kv_head=[0, 0, 1, 1])
-    errors = worst(found, measure_layer(query.double(), key.double(), kv_head=[0, 0, 1, 1]))
+    actual = measure_by_kernel(query, key, kv_head=[0, 0, 1, 1])
+    errors = worst(actual, measure_layer(query.double(), key.double(), kv_head=[0, 0, 1, 1]))
     if length == 1:  # one key: nothing varies, but for rounding of the log-sum-exps
-        assert found.variance.max() <= 1e-12
-        assert found.forward_kl.abs().max() <= 1e-6
+        assert actual.variance.max() <= 1e-12
+        assert actual.forward_kl.abs().max() <= 1e-6
         errors = {name: errors[name] for name in ("eta_abs", "eta_rel")}
     assert max(errors.values()) <= 1e-5, errors
 

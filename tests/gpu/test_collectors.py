@@ -27,7 +27,7 @@ def tokens(seed: int) -> torch.Tensor:
 
 
 def test_collections_outputs_gates_and_gradients_equal_those_on_the_cpu():
-    found = []
+    actual = []
     for device in ("cpu", "cuda"):
         model, ids = make(device), tokens(1)
         statistics = saf.calibrate(model, [ids], collect=list(COLLECTIONS))
@@ -35,16 +35,16 @@ def test_collections_outputs_gates_and_gradients_equal_those_on_the_cpu():
         gradient = QKGradient(model)
         model(ids[:, :-1].to(device), ids[:, 1:].to(device)).backward()
         gradient.update()
-        found.append(
+        actual.append(
             dict(statistics.collected) | vars(outputs) | {"gates": gate_gradients(model, [ids]), "q": gradient.scores()}
         )
-    for name, expected in found[0].items():
+    for name, expected in actual[0].items():
         if isinstance(expected, torch.Tensor):
-            assert found[1][name].device.type == "cpu"
+            assert actual[1][name].device.type == "cpu"
             # The model's cross-entropy is taken in float32.
             tolerance = 1e-4 if name in ("gates", "q") else 1e-8
             torch.testing.assert_close(
-                found[1][name],
+                actual[1][name],
                 expected,
                 rtol=tolerance,
                 atol=tolerance * expected.abs().nan_to_num(0, 0, 0).max().item(),

@@ -21,12 +21,12 @@ def test_every_length_has_the_likelihoods_of_float64():
     heads = saf.HeadSet([(0, 1), (0, 2), (1, 3)])
     saf.install_(model, heads, synthetic_patterns(3, LENGTH, torch.Generator().manual_seed(0)))
     draw = torch.Generator().manual_seed(1)
-    asked = []
+    requests = []
     for length in range(3, LENGTH - 4, 7):
         tokens = tuple(torch.randint(0, VOCAB, (length + 3,), generator=draw).tolist())
-        asked += [Continuation(tokens[:length], tokens[length:]), Continuation(tokens[:length], tokens[-1:])]
-    exact = likelihoods(copy.deepcopy(model).double(), asked, precision="fp32")
+        requests += [Continuation(tokens[:length], tokens[length:]), Continuation(tokens[:length], tokens[-1:])]
+    exact = likelihoods(copy.deepcopy(model).double(), requests, precision="fp32")
     for precision, tolerance in (("fp32", 1e-3), ("bf16", 5e-2)):
-        found = likelihoods(model.cuda(), asked, batch_size=4, precision=precision)
-        for one, other in zip(found, exact, strict=True):
+        actual = likelihoods(model.cuda(), requests, batch_size=4, precision=precision)
+        for one, other in zip(actual, exact, strict=True):
             assert one.log_prob == pytest.approx(other.log_prob, rel=tolerance), precision

@@ -59,15 +59,15 @@ def test_a_captured_step_is_replayed_at_every_place(kv_heads, padded, exponentia
         go_back()
         replay = GraphReplay(step, device=CUDA, pool=GraphPool())
         first = go_back()  # after what warming up and capturing wrote
-        found = []
+        actual = []
         for at in range(PROMPT, PLACES):
             token.copy_(ids[:, at : at + 1])
             place.copy_(positions[:, at : at + 1])
             replay()
-            found.append(replay.outcome.float())
+            actual.append(replay.outcome.float())
     assert (first[1] - whole[1, :PROMPT]).norm() < 2e-2 * whole[1, :PROMPT].norm()
-    wanted = whole[:, PROMPT:]
-    assert (torch.cat(found, 1) - wanted).norm() < 3e-2 * wanted.norm()
+    expected = whole[:, PROMPT:]
+    assert (torch.cat(actual, 1) - expected).norm() < 3e-2 * expected.norm()
 
 
 def test_a_step_of_a_layer_with_frozen_heads_is_one_kernel_and_one_that_adds_up():

@@ -42,8 +42,8 @@ def test_one_launch_with_the_numbers_of_the_reference(length, dim, dtype):
         return mixed_attention(*operands, frozen).double()
 
     exact = mix("reference", torch.float64)
-    found = mix("toeplitz", dtype), mix("reference", dtype), exact.to(dtype).double()
-    error, sdpa, rounding = ((x - exact).norm() / exact.norm() for x in found)
+    actual = mix("toeplitz", dtype), mix("reference", dtype), exact.to(dtype).double()
+    error, sdpa, rounding = ((x - exact).norm() / exact.norm() for x in actual)
     assert error <= 2 * sdpa + rounding
 
 
@@ -71,8 +71,8 @@ def test_where_only_the_host_is_slow_calls_take_one_launch_and_graphs_two():
         kernels = [each["name"] for each in kernels_of(replay, CUDA)]
         assert any("toeplitz" in each for each in kernels), name
         assert not any("fused_forward" in each for each in kernels), name
-        found = replay.outcome
-        assert (found - first).float().norm() <= 1e-2 * first.float().norm(), name
+        actual = replay.outcome
+        assert (actual - first).float().norm() <= 1e-2 * first.float().norm(), name
 
 
 @torch.no_grad()
@@ -86,8 +86,8 @@ def test_one_compiled_graph_serves_few_tokens_and_many():
         inputs = [torch.randn(1, n, length, 64, device="cuda").bfloat16() for n in (2, 2, 4)]
         for x in inputs:
             torch._dynamo.mark_dynamic(x, 2, min=2, max=5000)
-        found, expected = compiled(*inputs), mixed_attention(*inputs, frozen)  # few tokens called take one launch
-        assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
+        actual, expected = compiled(*inputs), mixed_attention(*inputs, frozen)  # few tokens called take one launch
+        assert (actual - expected).float().norm() <= 1e-2 * expected.float().norm()
     assert len(counted.graphs) == 1
 
 
@@ -111,8 +111,8 @@ def test_code_compiled_for_one_shape_launches_it_itself(length, dim, kv_head):
     compiled = torch.compile(layer, fullgraph=True, backend=counted, dynamic=False)
     hidden = torch.randn(2, length, sum(counts) * dim, device="cuda").bfloat16()
     for each in (hidden, torch.randn_like(hidden)):
-        found, expected = compiled(each), layer(each)
-        assert (found - expected).float().norm() <= 1e-2 * expected.float().norm()
+        actual, expected = compiled(each), layer(each)
+        assert (actual - expected).float().norm() <= 1e-2 * expected.float().norm()
     (graph,) = counted.graphs
     assert any("fused_visible" in str(node.target) for node in graph.graph.nodes)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:

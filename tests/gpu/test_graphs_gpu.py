@@ -23,11 +23,11 @@ class Batches:
     def __init__(self, lengths):
         drawn = torch.Generator().manual_seed(0)
         both = [torch.randint(0, 2048, (2, 32, length), generator=drawn).cuda() for length in lengths]
-        self.all, self.taken = [(one, other.masked_fill(other % 3 == 0, -100)) for one, other in both], 0
+        self.all, self.count = [(one, other.masked_fill(other % 3 == 0, -100)) for one, other in both], 0
 
     def __next__(self):
-        self.taken += 1
-        return self.all[(self.taken - 1) % len(self.all)]
+        self.count += 1
+        return self.all[(self.count - 1) % len(self.all)]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
@@ -43,7 +43,7 @@ def test_updates_are_those_of_plain_passes(kernel, accumulation):
         own = copy.deepcopy(model)
         settings = {"execution": execution, "accumulation": accumulation, "clip": 1.0, "graphed": graphed}
         updater = Updater(model=own, optimizer=build_optimizer(own), batches=Batches(LENGTHS), **settings)
-        found = []
+        actual = []
         for part in range(2):
             if part == 1:
                 heads = HeadSet([(0, 0), (0, 1), (1, 3), *((2, head) for head in range(4))])
@@ -52,8 +52,8 @@ def test_updates_are_those_of_plain_passes(kernel, accumulation):
                 updater.compile_()
             for site in adapter_for(own).sites():
                 site.pin(kernel)
-            found += [value for _ in LENGTHS for value in updater.update(1e-3)[:2]]
-        losses.append(found)
+            actual += [value for _ in LENGTHS for value in updater.update(1e-3)[:2]]
+        losses.append(actual)
         if graphed:
             shapes = sorted(updater.micro_batch.graphs)
     assert shapes == [(32, 40), (32, 56), (32, 64)]
@@ -84,10 +84,10 @@ def test_compiled_updates_are_those_of_plain_passes(compiled):
 def test_padding_changes_no_more_than_rounding():
     model = saf.GPT(saf.preset("tiny", max_length=64)).cuda()
     execution = Execution.of("cuda", compile="off")
-    found = []
+    actual = []
     for graphed in (False, True):
         own = copy.deepcopy(model)
         settings = {"execution": execution, "accumulation": 1, "clip": 1.0, "graphed": graphed}
         updater = Updater(model=own, optimizer=build_optimizer(own), batches=Batches([61, 35, 50]), **settings)
-        found.append([value for _ in range(6) for value in updater.update(1e-4)[:2]])
-    assert found[1] == pytest.approx(found[0], rel=2e-2)
+        actual.append([value for _ in range(6) for value in updater.update(1e-4)[:2]])
+    assert actual[1] == pytest.approx(actual[0], rel=2e-2)

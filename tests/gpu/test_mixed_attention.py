@@ -19,8 +19,8 @@ CUDA = torch.device("cuda")
 LENGTH = 300
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def prepare(backend: str, count: int = 2, heads: int = 4) -> FrozenHeads:
@@ -50,7 +50,7 @@ def test_live_heads_run_on_the_pinned_kernel_and_frozen_ones_on_the_toeplitz_pro
 
     step()
     kernels = kernels_of(step, CUDA)
-    counts = {found["name"]: found["calls"] for found in kernels}
+    counts = {each["name"]: each["calls"] for each in kernels}
     assert kernel_seen(kernel, kernels, CUDA) is True, counts
     toeplitz = sum(calls for name, calls in counts.items() if name.startswith("toeplitz"))
     assert toeplitz == 2, counts  # forward and transposed, all frozen heads at once
@@ -64,7 +64,7 @@ def test_the_fused_backend_is_one_launch_forward_and_three_backward():
         both_ways(lambda: mixed_attention(*inputs, frozen), inputs)
 
     step()
-    counts = {found["name"]: found["calls"] for found in kernels_of(step, CUDA)}
+    counts = {each["name"]: each["calls"] for each in kernels_of(step, CUDA)}
     for name in ("fused_forward_kernel", "delta_kernel", "key_block_kernel", "query_block_kernel"):
         assert counts.get(name) == 1, counts
     assert not any(part in name.lower() for name in counts for part in ("cudnn", "flash", "toeplitz", "fmha"))
@@ -79,8 +79,8 @@ def test_a_compiled_model_equals_the_eager_one(kernel, backend, joined, monkeypa
     torch.manual_seed(0)
     shape = GPTConfig(vocab_size=512, num_layers=3, num_heads=4, hidden_size=256, max_length=256)
     model = GPT(shape).cuda()
-    chosen = HeadSet([(0, 1), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)])
-    install_(model, chosen, hard_patterns(["decay", "ripple"] * 3, 256), backend=backend)
+    heads = HeadSet([(0, 1), (0, 3), (1, 0), (1, 1), (1, 2), (1, 3)])
+    install_(model, heads, hard_patterns(["decay", "ripple"] * 3, 256), backend=backend)
     for block in model.blocks:
         block.attention.live.kernel = kernel
     tokens = torch.randint(0, 512, (2, 257), device="cuda")
@@ -97,7 +97,7 @@ def test_a_compiled_model_equals_the_eager_one(kernel, backend, joined, monkeypa
         assert relative(one, other.double()) < 0.05
     for layer, block in enumerate(model.blocks):
         attention = block.attention
-        assert list(attention.layout.frozen) == chosen.in_layer(layer)
+        assert list(attention.layout.frozen) == heads.in_layer(layer)
         assert attention.q_proj.weight.shape[0] == attention.k_proj.weight.shape[0] == attention.layout.num_live * 64
         rows = attention.q_proj.weight.grad
         assert not attention.layout.num_live or (rows.abs().sum(1) > 0).all()
@@ -110,9 +110,9 @@ def test_frozen_heads_made_on_one_kind_of_device_run_on_the_other():
     install_(model, HeadSet([(0, 1), (1, 3)]), hard_patterns(["decay", "ripple"], 256))
     with torch.no_grad():
         expected = model(tokens)
-        found = model.cuda()(tokens.cuda()).cpu()
+        actual = model.cuda()(tokens.cuda()).cpu()
         back = model.cpu()(tokens)
-    assert relative(found, expected.double()) <= 1e-4
+    assert relative(actual, expected.double()) <= 1e-4
     torch.testing.assert_close(back, expected)
 
 
@@ -143,11 +143,11 @@ def test_a_layer_and_its_gradients_are_captured_in_a_graph(backend):
             x.mul_(0.5).add_(0.125)
     graph.replay()
     torch.cuda.synchronize()
-    found = dict(zip(("output", "query", "key", "value"), (x.clone() for x in captured), strict=True))
-    expected = dict(zip(found, step(), strict=True))
+    actual = dict(zip(("output", "query", "key", "value"), (x.clone() for x in captured), strict=True))
+    expected = dict(zip(actual, step(), strict=True))
     # cuDNN's query gradient sums in no fixed order.
-    assert relative(found.pop("query"), expected["query"].double()) < 5e-3
-    for name, tensor in found.items():
+    assert relative(actual.pop("query"), expected["query"].double()) < 5e-3
+    for name, tensor in actual.items():
         assert torch.equal(tensor, expected[name]), name
 
 
@@ -177,9 +177,9 @@ def test_a_grouped_layer_with_stored_patterns_is_captured_as_it_is_called(backen
             x.mul_(0.5).add_(0.125)
     graph.replay()
     torch.cuda.synchronize()
-    found, expected = captured.detach().clone(), call().detach()
-    assert found.shape == (2, 6, LENGTH, 64)
-    assert torch.equal(found, expected)
+    actual, expected = captured.detach().clone(), call().detach()
+    assert actual.shape == (2, 6, LENGTH, 64)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("name", sorted(registered()))

@@ -20,9 +20,9 @@ def test_replays_agree_with_the_model(compile, length):
     saf.install_(model, heads, synthetic_patterns(len(heads), 1100, torch.Generator().manual_seed(0), "cuda"))
     prefill = saf.Prefill(model, batch_size=2, length=length, compile=compile)
     first, second = torch.randint(0, 2048, (2, 2, length), device="cuda").unbind()
-    found = prefill(first)
+    actual = prefill(first)
     again = prefill(second)
-    for tokens, logits in ((first, found), (second, again)):
+    for tokens, logits in ((first, actual), (second, again)):
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16):
             expected = model(tokens)[:, -1:]
         assert (logits - expected).float().norm() < 2e-2 * expected.float().norm()

@@ -39,8 +39,8 @@ def test_sixteen_bits_agree_with_the_reference_in_float32(backend):
     freeze_(model, backend, "auto")
     tokens = torch.randint(0, VOCAB, (2, LENGTH - 7), device="cuda")
     with torch.no_grad():
-        expected, found = (each(tokens, use_cache=False).logits.float() for each in (exact, model))
-    assert (found - expected).norm() < 3e-2 * expected.norm()
+        expected, actual = (each(tokens, use_cache=False).logits.float() for each in (exact, model))
+    assert (actual - expected).norm() < 3e-2 * expected.norm()
 
 
 def test_it_compiles_whole_and_runs_on_the_pinned_kernel():
@@ -50,8 +50,8 @@ def test_it_compiles_whole_and_runs_on_the_pinned_kernel():
     compiled = torch.compile(model, fullgraph=True)
     with torch.no_grad():
         expected = model(tokens, use_cache=False).logits.float()
-        found = compiled(tokens, use_cache=False).logits.float()
-        assert (found - expected).norm() < 2e-2 * expected.norm()
+        actual = compiled(tokens, use_cache=False).logits.float()
+        assert (actual - expected).norm() < 2e-2 * expected.norm()
         kernels = kernels_of(lambda: compiled(tokens, use_cache=False), CUDA)
     assert kernel_seen("cudnn", kernels, CUDA) is True, [kernel["name"] for kernel in kernels]
     assert any(kernel["name"].startswith("toeplitz") for kernel in kernels)

@@ -23,8 +23,8 @@ def test_gradients_match_the_dense_form(length, dtype, budget):
     trainable_product(value, alpha, rho)[0].backward(draw[1])
     exact = [x.detach().double().requires_grad_() for x in (value, alpha, rho)]
     BACKENDS["reference"].forward_trainable(*exact).backward(draw[1].double())
-    for found, expected in zip((value, alpha, rho), exact, strict=True):
-        error = (found.grad.double() - expected.grad).norm() / expected.grad.norm()
+    for actual, expected in zip((value, alpha, rho), exact, strict=True):
+        error = (actual.grad.double() - expected.grad).norm() / expected.grad.norm()
         assert error.item() <= budget
 
 
@@ -37,20 +37,20 @@ def test_logits_out_of_range_are_executed_or_nan_and_the_host_never_waits(dtype,
     alpha[0, :10], alpha[1, 0] = -50, -200
     inputs = [x.detach().clone().requires_grad_() for x in (value, alpha, rho)]
     exact = [x.detach().double().requires_grad_() for x in inputs]
-    found = []
+    actual = []
     try:
         for mode in ("default", "error"):  # the first call compiles
             torch.cuda.set_sync_debug_mode(mode)
             output = trainable_product(*inputs)[0]
-            found = [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
+            actual = [output.detach(), *torch.autograd.grad(output, inputs, upstream)]
     finally:
         torch.cuda.set_sync_debug_mode("default")
     output = BACKENDS["reference"].forward_trainable(*exact)
     expected = [output.detach(), *torch.autograd.grad(output, exact, upstream.double())]
-    for one, other, heads in zip(found, expected, (1, 1, 0, 0), strict=True):
+    for one, other, heads in zip(actual, expected, (1, 1, 0, 0), strict=True):
         one, other = one.double().select(heads, 0), other.select(heads, 0)
         assert ((one - other).norm() / other.norm()).item() <= budget
-    assert found[0][:, 1].isnan().all()
+    assert actual[0][:, 1].isnan().all()
 
 
 def test_a_compiled_model_trains_its_patterns_as_the_eager_one_does():
@@ -67,15 +67,15 @@ def test_a_compiled_model_trains_its_patterns_as_the_eager_one_does():
         install_(model, HeadSet([(0, 0), (0, 1), (1, 0)]), pattern, optimizer=optimizer, trainable=True)
         start = torch.cat(pattern_parameters(model)).detach()
         run = torch.compile(model, fullgraph=True) if compiled else model
-        found = []
+        actual = []
         for _ in range(8):
             with torch.autocast("cuda", dtype=torch.bfloat16):
                 loss = run(tokens[:, :-1], targets=tokens[:, 1:])
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            found.append(loss.item())
-        losses.append(found)
+            actual.append(loss.item())
+        losses.append(actual)
         moved.append(torch.cat(pattern_parameters(model)).detach() - start)
     assert losses[0] == pytest.approx(losses[1], rel=2e-2)
     assert losses[0][-1] < losses[0][0]

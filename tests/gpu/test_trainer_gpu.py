@@ -120,16 +120,16 @@ def test_a_step_of_a_long_input_is_that_of_the_reference_in_float32(device, leng
     saf.uninstall_(exact)
     statistics = saf.calibrate(exact, tokens.split(4))
     for head in report.heads:
-        found, expected = report.statistics.eta_rel[head], statistics.eta_rel[head]
-        assert (found - expected).norm() <= 0.02 * expected.norm()
+        actual, expected = report.statistics.eta_rel[head], statistics.eta_rel[head]
+        assert (actual - expected).norm() <= 0.02 * expected.norm()
     assert report.patterns is not None
     saf.install_(exact, report.heads, report.patterns, backend="reference")
-    rows, found = tokens[:2].to(device), []
+    rows, actual = tokens[:2].to(device), []
     for one, autocast in ((model, True), (exact, False)):
         with torch.autocast(device, torch.bfloat16, enabled=autocast):
             loss = one(input_ids=rows, labels=rows, use_cache=False).loss
         loss.backward()
-        found.append([loss.detach(), *(weight.grad for weight in one.parameters() if weight.numel())])
-    torch.testing.assert_close(*(losses[0] for losses in found), rtol=1e-3, atol=0)
-    for ours, theirs in zip(*found, strict=True):
+        actual.append([loss.detach(), *(weight.grad for weight in one.parameters() if weight.numel())])
+    torch.testing.assert_close(*(losses[0] for losses in actual), rtol=1e-3, atol=0)
+    for ours, theirs in zip(*actual, strict=True):
         assert (ours - theirs).norm() <= 0.05 * theirs.norm()

@@ -174,7 +174,7 @@ class Result:
     """Output and gradients `[B, heads, T, D]` by name, the float64 answers, and frozen heads' componentwise bounds."""
 
     case: Case
-    found: dict[str, Tensor]
+    actual: dict[str, Tensor]
     expected: dict[str, Tensor]
     bounds: dict[str, Tensor]
     sdpa: "Result | None" = None
@@ -182,11 +182,11 @@ class Result:
 
     def relative(self, name: str, heads: slice | list[int] = slice(None)) -> float:
         """Largest relative L2 error among some heads."""
-        return largest(self.found[name][:, heads], self.expected[name][:, heads])
+        return largest(self.actual[name][:, heads], self.expected[name][:, heads])
 
     def worst(self, name: str, heads: slice | list[int]) -> float:
         """Largest error as a share of its componentwise bound, of some heads: at most 1 when all is well."""
-        error = (self.found[name][:, heads].double() - self.expected[name][:, heads]).abs()
+        error = (self.actual[name][:, heads].double() - self.expected[name][:, heads]).abs()
         return (error / (self.bounds[name][:, heads] + 1e-300)).nan_to_num(nan=float("inf")).max().item()
 
     def live_limit(self, name: str, heads: slice) -> float:
@@ -238,9 +238,9 @@ def _by_name(case: Case, leaves: dict[str, tuple[Tensor, Tensor]], output: Tenso
     return {"output": output} | {name: inside(whole, case).clone() for name, whole in gradients.items()}
 
 
-def largest(found: Tensor, expected: Tensor) -> float:
+def largest(actual: Tensor, expected: Tensor) -> float:
     """Return the largest relative L2 error among heads `[B, heads, T, D]`; infinity for NaN."""
-    found, expected = found.double(), expected.double()
-    error, size = ((x.transpose(0, 1).flatten(1)).norm(dim=1) for x in (found - expected, expected))
+    actual, expected = actual.double(), expected.double()
+    error, size = ((x.transpose(0, 1).flatten(1)).norm(dim=1) for x in (actual - expected, expected))
     # At T = 1 gradients of queries and keys are zero; everything else here has a norm far above one.
     return (error / size.clamp(min=1.0)).nan_to_num(nan=float("inf")).max().item()

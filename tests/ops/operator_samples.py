@@ -79,8 +79,8 @@ def toeplitz_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, l
     tables = FrozenHeads.from_patterns(patterns(device), dtype=dtype, device=device).tables(dtype)
     scales = tables["key_scale"], tables["row_scale"]
     inputs = (draw(2, 2, 40, 16), draw(2, 40, 2, 16).transpose(1, 2), draw(2, 2, 16, 40).mT)
-    found = decode_maps((0, 1, 2, 0), 2, torch.device(device))
-    maps, patterns_ = [found["kv_read"], found["kv_readers"]], [tables["distance"], *scales]
+    actual = decode_maps((0, 1, 2, 0), 2, torch.device(device))
+    maps, patterns_ = [actual["kv_read"], actual["kv_readers"]], [tables["distance"], *scales]
     value, pad = draw(2, 40, 3, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
     query, key, at = draw(2, 1, 3, 16), draw(2, 1, 40, 16), (torch.tensor(30, device=device), 0, pad)
     return {

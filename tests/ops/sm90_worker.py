@@ -86,7 +86,7 @@ def named_resources(name: str) -> tuple[str, dict[str, Any]]:
 
 def every_kernel() -> list[str]:
     """Return the names of all kernels below `saf.ops`."""
-    modules = [import_module(found.name) for found in pkgutil.walk_packages(saf.ops.__path__, "saf.ops.")]
+    modules = [import_module(actual.name) for actual in pkgutil.walk_packages(saf.ops.__path__, "saf.ops.")]
     names = {name for module in modules for name, one in vars(module).items() if isinstance(one, triton.JITFunction)}
     return sorted(name for name in names if name.endswith("_kernel"))
 

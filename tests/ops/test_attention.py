@@ -22,8 +22,8 @@ def random_pattern(heads: int, length: int, generator: torch.Generator) -> Compa
     return CompactPattern.from_parameters(alpha, rho)
 
 
-def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
+def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 LAYOUTS = {
@@ -68,11 +68,11 @@ def test_rows_after_a_cache_are_those_of_whole_sequences(layer, rows, left_pad, 
     few = query[:, :, -rows:]
     where = CachePosition.of(torch.tensor(LENGTH - rows), rows, STORED, left_pad)
     keys, values = cached(key, value, frozen, generator)
-    found = [
+    actual = [
         mixed_attention(few, key, value, frozen, left_pad=left_pad),
         mixed_attention(few, keys, values, frozen, cache_position=where),
     ]
-    for each in found:
+    for each in actual:
         torch.testing.assert_close(each, whole, rtol=1e-12, atol=1e-12)
     alone = frozen_attention(values, frozen, cache_position=where, rows=rows)
     torch.testing.assert_close(alone, whole[:, query.shape[1] :], rtol=1e-12, atol=1e-12)
@@ -156,8 +156,8 @@ def test_derivatives_in_forward_mode_are_right_or_refused(generator):
     pattern = random_pattern(2, 30, generator)
     query, value, tangent = (torch.randn(1, heads, 30, 8, generator=generator) for heads in (1, 3, 3))
     exact = FrozenHeads.from_patterns(pattern, backend="reference")
-    found = torch.func.jvp(lambda x: frozen_attention(x, exact), (value[:, :2],), (tangent[:, :2],))[1]
-    assert relative(found, pattern.dense() @ tangent[:, :2].double()) <= 1e-6
+    actual = torch.func.jvp(lambda x: frozen_attention(x, exact), (value[:, :2],), (tangent[:, :2],))[1]
+    assert relative(actual, pattern.dense() @ tangent[:, :2].double()) <= 1e-6
     fast = FrozenHeads.from_patterns(pattern, backend="toeplitz")
     for call, operand in (
         (lambda x: frozen_attention(x, fast), value[:, :2]),

@@ -49,13 +49,13 @@ def test_kinds_mix_in_one_layer_with_padding_and_few_rows(start, rows):
     heads = FrozenHeads.from_patterns(mixed, dtype=torch.float64, kv_head=[0, 2, 1, 1, 0])
     assert heads.backend == "linear"
     value = draw(2, 3, 180, 8)
-    found = frozen_attention(value, heads, rows=rows, left_pad=None if start is None else torch.tensor(start))
+    actual = frozen_attention(value, heads, rows=rows, left_pad=None if start is None else torch.tensor(start))
     weights = torch.stack([one.dense() for one in mixed])
     expected = torch.zeros(2, 4, 180, 8, dtype=torch.float64)
     for row, first in enumerate(start or [0, 0]):
         used = value[row, [2, 1, 1, 0], first:]
         expected[row, :, first:] = weights[:, : 180 - first, : 180 - first] @ used
-    torch.testing.assert_close(found, expected[:, :, -(rows or 180) :], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(actual, expected[:, :, -(rows or 180) :], rtol=1e-10, atol=1e-12)
 
 
 def test_gradients_pass_gradcheck():
@@ -75,8 +75,8 @@ def test_sinks_of_any_height(sink):
     for dtype, budget in ((torch.float32, 1e-6), (torch.bfloat16, HALF_BUDGET)):
         rounded = value.to(dtype)
         expected = pattern.dense() @ rounded.double()
-        found = frozen_attention(rounded, FrozenHeads.from_patterns(pattern, dtype=dtype))
-        assert (found - expected).norm() <= budget * expected.norm()
+        actual = frozen_attention(rounded, FrozenHeads.from_patterns(pattern, dtype=dtype))
+        assert (actual - expected).norm() <= budget * expected.norm()
 
 
 def test_poles_that_cancel_are_refused_in_low_precision_and_run_in_high():

@@ -36,14 +36,14 @@ def test_labels_that_are_no_columns_are_refused(label):
 def test_gelu_before_a_projection_has_its_gradients_and_keeps_the_input_alone(monkeypatch):
     monkeypatch.setattr(loss_and_gelu, "recomputes", lambda x: True)  # as on CUDA
     x, weight = (torch.randn(*shape, dtype=torch.float64, requires_grad=True) for shape in ((2, 5, 8), (3, 8)))
-    target, kept = torch.randn(2, 5, 3, dtype=torch.float64), []
+    target, saved = torch.randn(2, 5, 3, dtype=torch.float64), []
     compiled = torch.compile(gelu_linear, fullgraph=True, backend="aot_eager")
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
         output = gelu_linear(x, weight)
-    assert [tensor.shape for tensor in kept] == [x.shape, weight.shape]
+    assert [tensor.shape for tensor in saved] == [x.shape, weight.shape]
     expected = torch.autograd.grad(F.linear(F.gelu(x), weight), (x, weight), target)
-    for found in (output, compiled(x, weight)):
-        torch.testing.assert_close(torch.autograd.grad(found, (x, weight), target), expected)
+    for actual in (output, compiled(x, weight)):
+        torch.testing.assert_close(torch.autograd.grad(actual, (x, weight), target), expected)
     assert torch.autograd.gradcheck(gelu_linear, (x, weight))
     with torch.autocast("cpu", torch.bfloat16):
         assert gelu_linear(x.float(), weight.float()).dtype == torch.bfloat16

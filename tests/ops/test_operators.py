@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from saf.ops import FrozenHeads, frozen_attention, mixed_attention
+from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.patterns import DensePattern, TrainablePattern
 from tests.ops.operator_samples import check, patterns, registered, runnable, samples
 
@@ -58,3 +58,9 @@ def test_one_graph_serves_several_lengths(backend, stored, generator):
         expected = weights[:, :length, :length] @ value.double()
         torch.testing.assert_close(compiled(value).double(), expected, rtol=1e-5, atol=1e-6)
     assert counter.frame_count == 1
+
+
+def test_a_pinned_flash_kernel_compiles_whole(generator):
+    operands = [torch.randn(1, 2, 20, 8, generator=generator) for _ in range(3)]
+    compiled = torch.compile(lambda *x: live_attention(*x, kernel="flash"), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*operands), live_attention(*operands, kernel="flash"))

@@ -51,8 +51,8 @@ def gradients(patterns: list[TrainablePattern]) -> list[Tensor]:
     return [torch.stack([getattr(one, name).grad for one in patterns]) for name in NAMES[1:]]
 
 
-def relative(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected).norm() / expected.norm()).item()
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 @pytest.mark.parametrize("backend", TRAINABLE)
@@ -82,10 +82,10 @@ def test_output_and_gradients_match_the_dense_form(backend, dtype, generator):
     output.backward(upstream)
     exact = dense(patterns, 300)
     assert output.dtype == dtype
-    found = [output, value.grad, *gradients(patterns)]
+    actual = [output, value.grad, *gradients(patterns)]
     expected = [exact @ value.detach().double(), exact.mT @ upstream.double()]
     expected += logit_gradients(exact, value.detach(), upstream)
-    assert max(map(relative, found, expected)) <= BUDGET[dtype]
+    assert max(map(relative, actual, expected)) <= BUDGET[dtype]
 
 
 @pytest.mark.parametrize("common", [0.0, 3.0])
@@ -99,9 +99,9 @@ def test_logits_of_every_spread_have_at_most_twice_the_error_of_autograd(dtype, 
     plain = errors(dense_gradients(value, upstream, alpha, rho), expected)
     inputs = [x.requires_grad_() for x in (value, alpha, rho)]
     output = BACKENDS["toeplitz"].forward_trainable(*inputs)
-    found = errors(torch.autograd.grad(output, inputs, upstream), expected)
+    actual = errors(torch.autograd.grad(output, inputs, upstream), expected)
     for name in NAMES:
-        assert found[name] <= 2 * plain[name], (name, found, plain)
+        assert actual[name] <= 2 * plain[name], (name, actual, plain)
 
 
 @pytest.mark.parametrize("backend", TRAINABLE)
@@ -114,8 +114,8 @@ def test_left_padding_gives_the_gradient_of_the_unpadded_rows(backend, generator
     frozen = FrozenHeads.from_patterns(alone, backend=backend)
     for row, first in enumerate(start.tolist()):
         frozen_attention(value[row : row + 1, 1:, first:], frozen).square().sum().backward()
-    for found, expected in zip(gradients(padded), gradients(alone), strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    for actual, expected in zip(gradients(padded), gradients(alone), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", TRAINABLE)
@@ -137,9 +137,9 @@ def test_fixed_and_trainable_heads_share_a_layer(backend, generator):
     assert relative(output, every @ value.detach()) <= 1e-14
     assert relative(value.grad, every.mT @ upstream) <= 1e-14
     expected = logit_gradients(every[[0, 3]], value.detach()[:, [0, 3]], upstream[:, [0, 3]])
-    for found, exact in zip(gradients([one, two]), expected, strict=True):
-        assert relative(found[:, :length], exact) <= 1e-14
-        assert not found[:, length:].any()
+    for actual, exact in zip(gradients([one, two]), expected, strict=True):
+        assert relative(actual[:, :length], exact) <= 1e-14
+        assert not actual[:, length:].any()
 
 
 class Largest(TorchDispatchMode):
@@ -210,16 +210,16 @@ def test_tables_hold_logits_in_any_gauge(name, dtype, generator):
     value, upstream = torch.randn(2, 2, 1, 300, 8, generator=generator).to(dtype)
     for length in (1, 64, 300):
         inputs = [x.detach().clone().requires_grad_() for x in (value[:, :, :length], *own)]
-        output, given = BACKENDS["toeplitz"].forward_trainable(*inputs), upstream[:, :, :length]
-        found = torch.autograd.grad(output, inputs, given)
+        output, slope = BACKENDS["toeplitz"].forward_trainable(*inputs), upstream[:, :, :length]
+        actual = torch.autograd.grad(output, inputs, slope)
         exact = weights(*(x[:, :length] for x in own))
         assert relative(output, exact @ value[:, :, :length].double()) <= BUDGET[dtype]
-        assert relative(found[0], exact.mT @ given.double()) <= BUDGET[dtype]
-        pairs = (given.double() @ value[:, :, :length].double().mT).abs().sum((0, 1))
+        assert relative(actual[0], exact.mT @ slope.double()) <= BUDGET[dtype]
+        pairs = (slope.double() @ value[:, :, :length].double().mT).abs().sum((0, 1))
         sizes = exact[0] * (pairs + (exact[0] * pairs).sum(-1, keepdim=True))
         size = sizes.sum(0).norm(), torch.stack([sizes.diagonal(-lag).sum() for lag in range(length)]).norm()
-        expected = logit_gradients(exact, value[:, :, :length], given)
-        for one, other, most in zip(found[1:], expected, size, strict=True):
+        expected = logit_gradients(exact, value[:, :, :length], slope)
+        for one, other, most in zip(actual[1:], expected, size, strict=True):
             assert (one[:, :length] - other).norm() <= BUDGET[dtype] * most
 
 

@@ -85,21 +85,21 @@ def run(case: Case | int, device: str) -> list[str]:
         own = value[:, : len(keys)]
     with torch.no_grad():
         if case.slots:
-            found = mixed_attention(query, key, own, frozen, kernel="flash_decode", **options)
+            actual = mixed_attention(query, key, own, frozen, kernel="flash_decode", **options)
         else:
-            found = frozen_attention(own, frozen, rows=case.rows, **options)
-    wanted = _by_hand(case, query, key, value, None if frozen is None else pattern.dense().double(), first, pads)
+            actual = frozen_attention(own, frozen, rows=case.rows, **options)
+    expected = _by_hand(case, query, key, value, None if frozen is None else pattern.dense().double(), first, pads)
     real = torch.tensor([[first + row >= pad for row in range(case.rows)] for pad in pads], device=device)
     mask = real[:, None, :, None]
     checks = {
         f"launches of {parts} parts": len(parts) == 1 and (parts[0] == 1) == (case.part_keys > LENGTH),
-        "not finite": bool(found.isfinite().all()),
-        "not stored as [B, T, H, D]": found.transpose(1, 2).is_contiguous(),
+        "not finite": bool(actual.isfinite().all()),
+        "not stored as [B, T, H, D]": actual.transpose(1, 2).is_contiguous(),
     }
     for name, part in {"live": slice(len(case.slots)), "frozen": slice(len(case.slots), None)}.items():
-        exact = wanted[:, part] * mask
+        exact = expected[:, part] * mask
         if exact.numel():
-            error = ((found.double()[:, part] * mask - exact).norm() / exact.norm()).item()
+            error = ((actual.double()[:, part] * mask - exact).norm() / exact.norm()).item()
             checks[f"{name} heads {error:.2e}"] = error <= LIMITS[case.dtype]
     return [name for name, holds in checks.items() if not holds]
 
@@ -109,19 +109,19 @@ def _merged(parts: int, device: str) -> list[str]:
     generator = torch.Generator().manual_seed(0)
     sums = torch.randn(parts, 2, 3, 2, 16, generator=generator).to(device)
     logs = 8 * torch.randn(parts, 2, 2, 2, generator=generator).to(device)
-    found = sums.new_empty(2, 2, 3, 16).transpose(1, 2)
-    MERGE(sums, logs, found)
+    actual = sums.new_empty(2, 2, 3, 16).transpose(1, 2)
+    MERGE(sums, logs, actual)
     weights = (2 ** logs.double()) / (2 ** logs.double()).sum(0)
     live = (weights[..., None] * sums[:, :, :2].double()).sum(0)
     exact = torch.cat([live, sums[:, :, 2:].double().sum(0)], 1)
-    error = ((found.double() - exact).norm() / exact.norm()).item()
+    error = ((actual.double() - exact).norm() / exact.norm()).item()
     return [] if error <= LIMITS["float32"] else [f"merged {error:.2e}"]
 
 
 def _by_hand(case: Case, query, key, value, dense, first: int, pads: tuple[int, ...]) -> torch.Tensor:
     """Attention and rows of patterns in float64, each sequence by itself from its first real position on."""
     keys, live = sorted(set(case.slots)), len(case.slots)
-    wanted = query.new_zeros(BATCH, live + len(case.heads), case.rows, case.dim, dtype=torch.float64)
+    expected = query.new_zeros(BATCH, live + len(case.heads), case.rows, case.dim, dtype=torch.float64)
     for batch, pad in enumerate(pads):
         for row in range(case.rows):
             at = first + row
@@ -130,8 +130,8 @@ def _by_hand(case: Case, query, key, value, dense, first: int, pads: tuple[int, 
             for slot, head in enumerate(case.slots):
                 own = key[batch, keys.index(head), pad : at + 1].double()
                 weights = (own @ query[batch, slot, row].double() / case.dim**0.5).softmax(0)
-                wanted[batch, slot, row] = weights @ value[batch, head, pad : at + 1].double()
+                expected[batch, slot, row] = weights @ value[batch, head, pad : at + 1].double()
             for slot, head in enumerate(case.heads):
                 weights = dense[slot, at - pad, : at - pad + 1]
-                wanted[batch, live + slot, row] = weights @ value[batch, head, pad : at + 1].double()
-    return wanted
+                expected[batch, live + slot, row] = weights @ value[batch, head, pad : at + 1].double()
+    return expected

@@ -65,13 +65,13 @@ def few_tokens(kv_head: tuple[int, ...], device: str) -> list[str]:
     pattern = CompactPattern.from_parameters(*torch.randn(2, 2, 160, generator=generator, dtype=torch.float64))
     counts = (2, len(set(kv_head[:2])), max(kv_head) + 1)
     inputs = [torch.randn(2, 150, count, 16, generator=generator).half().transpose(1, 2) for count in counts]
-    found = []
+    actual = []
     for backend, dtype in (("toeplitz", HALF), ("reference", HALF), ("reference", torch.float64)):
         frozen = FrozenHeads.from_patterns(pattern, backend=backend, dtype=dtype, device=device, kv_head=kv_head)
         with torch.no_grad():
-            found.append(mixed_attention(*(x.to(device, dtype) for x in inputs), frozen).double())
-    exact = found[-1]
-    error, sdpa, rounding = ((x - exact).norm() / exact.norm() for x in (*found[:2], exact.half().double()))
+            actual.append(mixed_attention(*(x.to(device, dtype) for x in inputs), frozen).double())
+    exact = actual[-1]
+    error, sdpa, rounding = ((x - exact).norm() / exact.norm() for x in (*actual[:2], exact.half().double()))
     right = LAUNCHED == ["fused_forward_kernel"] and error <= 2 * sdpa + rounding
     return [] if right else [f"launched {LAUNCHED}, error {error:.2e}, {sdpa:.2e} by SDPA"]
 

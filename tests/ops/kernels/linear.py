@@ -28,7 +28,7 @@ class Case:
     dtype: str = "float32"
     transpose: bool = False
     padded: bool = False
-    chosen: bool = False
+    by_rule: bool = False
 
 
 FORWARD = {
@@ -39,7 +39,7 @@ FORWARD = {
     "T64": Case(length=64, stretch=2),
     "D256": Case(dim=256, columns=128, length=129, batch=1, heads=1),
     "half": Case(dtype="float16", length=200, heads=1),
-    "rule": Case(chosen=True, length=200),
+    "rule": Case(by_rule=True, length=200),
 }
 BOTH = {
     "three-tiles": Case(band=128, stretch=2, heads=1),
@@ -48,7 +48,7 @@ BOTH = {
     "D60": Case(dim=60, length=129, batch=1, columns=64),
     "padded": Case(padded=True, band=128, stretch=2, length=200, heads=1),
     "padded-D60": Case(padded=True, dim=60, length=129, heads=2),
-    "bfloat": Case(dtype="bfloat16", length=400, dim=64, chosen=True),
+    "bfloat": Case(dtype="bfloat16", length=400, dim=64, by_rule=True),
 }
 CASES = FORWARD | {
     f"{name}-{way}": dataclasses.replace(case, transpose=way == "transposed")
@@ -78,7 +78,7 @@ def run(case: Case, device: str) -> list[str] | None:
     options = {
         "transpose": case.transpose,
         "left_pad": torch.tensor(starts, device=device) if case.padded else None,
-        "config": None if case.chosen else LinearConfig(case.stretch, case.columns),
+        "config": None if case.by_rule else LinearConfig(case.stretch, case.columns),
     }
     product = partial(linear_matmul, x, tables, before, after, **options)
     return wrong_product(product, x, want, TOLERANCE[case.dtype], reverse=case.transpose)

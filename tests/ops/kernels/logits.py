@@ -64,9 +64,9 @@ def dense_gradients(value, upstream, alpha, rho) -> tuple[torch.Tensor, ...]:
     return torch.autograd.grad(weights.to(value.dtype) @ inputs[0], inputs, upstream)
 
 
-def errors(found, expected) -> dict[str, float]:
+def errors(actual, expected) -> dict[str, float]:
     """Return relative L2 errors by name; 1e30 for NaN."""
-    each = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)]
+    each = [((x.double() - y).norm() / y.norm()).item() for x, y in zip(actual, expected, strict=True)]
     return {name: error if error == error else 1e30 for name, error in zip(NAMES, each, strict=True)}
 
 

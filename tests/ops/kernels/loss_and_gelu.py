@@ -43,8 +43,8 @@ def run(case: Gelu | Loss, device: str) -> list[str]:
     return [name for name, holds in checks.items() if not holds]
 
 
-def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((found.double() - exact).norm() / exact.norm()).item()
+def relative(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((actual.double() - exact).norm() / exact.norm()).item()
 
 
 def _gelu(case: Gelu, device: str) -> dict[str, bool]:
@@ -61,9 +61,9 @@ def _gelu(case: Gelu, device: str) -> dict[str, bool]:
     slope = gradient.clone()
     value, again = gelu(x), gelu_backward(x, slope)
     checks = {"the value of the backward pass differs": torch.equal(value, again)}
-    for name, found, exact in (("value", value, expected.detach()), ("gradient", slope, wide.grad)):
+    for name, actual, exact in (("value", value, expected.detach()), ("gradient", slope, wide.grad)):
         limit = 6e-3 if case.dtype == "bfloat16" else 1.1 * relative(exact.to(dtype), exact) + 1e-5
-        checks[f"{name} {relative(found, exact):.2e}"] = relative(found, exact) < limit
+        checks[f"{name} {relative(actual, exact):.2e}"] = relative(actual, exact) < limit
     return checks
 
 
