@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
-from saf.heads import BIAS, EDITED, Head, HeadLayout, role_of
+from saf.heads import EDITED, Head, HeadLayout, role_of
 from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_plain_weights, find_rows, rows_of
 from saf.ops import choose_backend
 from saf.patterns import PATTERN_KINDS, Pattern, pattern_from_state
@@ -114,7 +114,7 @@ def restore_(
     of another shape of model, or without some pattern.
     """
     edits = _planned(model, state, tensors, backend)
-    saved = {number: _saved_rows(number, edit, tensors) for number, edit in edits.items()}
+    saved = _saved_rows(edits, tensors)
     if compare:
         apply_edits_([*edits.values()], None)
         sums = [layer.get("weights", {}) for layer in state["layers"]]
@@ -207,29 +207,28 @@ def read_pattern(tensors: Mapping[str, Tensor], head: Head, trainable: bool) -> 
         raise CheckpointError(f"layer {layer} head {number} must have a whole pattern: {error}") from error
 
 
-def _saved_rows(number: int, edit: LayerEdit, tensors: Mapping[str, Tensor]) -> Removed:
-    """Return the saved rows for undoing, of heads that a layout has no rows of; after `finalize_` none were saved.
+def _saved_rows(edits: Mapping[int, LayerEdit], tensors: Mapping[str, Tensor]) -> Mapping[int, Removed]:
+    """Return the saved rows for undoing, by layer; after `finalize_` none were saved.
 
     Raises CheckpointError for rows of another shape than the model's.
     """
-    whole = HeadLayout(edit.layout.num_heads, edit.layout.num_kv_heads)
-    removed: dict[str, dict[int, dict[str, Tensor]]] = {}
-    for role, head in ((role, head) for role, heads in whole.rows.items() for head in heads):
-        for each in (role, role + BIAS) if head not in edit.layout.rows[role] else ():
-            prefix = f"{number}.{head}.removed.{each}."
-            rows = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-            if "weight" not in rows:
-                continue
-            shape, at = list(rows["weight"].shape), find_rows(edit.site, each)
-            expected = [] if at is None else [*at.parameter.shape]
-            if at is not None:
-                expected[at.dimension] = edit.site.head_dim
-            if shape != expected:
-                raise CheckpointError(
-                    f"layer {number}: the frozen heads have {each} rows {shape}, the model {expected}"
-                )
-            removed.setdefault(each, {})[head] = rows
-    return removed
+    saved: dict[int, dict[str, dict[int, dict[str, Tensor]]]] = {number: {} for number in edits}
+    for key, rows in tensors.items():
+        number, head, part, *names = key.split(".", 4)
+        if part != "removed":
+            continue
+        role, name = names
+        site = edits[int(number)].site
+        at = find_rows(site, role)
+        shape = [] if at is None else [*at.parameter.shape]
+        if at is not None:
+            shape[at.dimension] = site.head_dim
+        if name == "weight" and list(rows.shape) != shape:
+            raise CheckpointError(
+                f"layer {number}: the frozen heads have {role} rows {list(rows.shape)}, the model {shape}"
+            )
+        saved[int(number)].setdefault(role, {}).setdefault(int(head), {})[name] = rows
+    return saved
 
 
 def _warn_of_other_weights(
