@@ -7,7 +7,6 @@ import torch
 
 import saf
 from saf.models import GPT, GPTConfig
-from tests import transformers_models
 
 LENGTH = 200
 SHAPE = GPTConfig(vocab_size=60, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)
@@ -70,22 +69,3 @@ def test_a_head_that_the_sum_does_not_fit_stays_compact():
     assert {head: fit["kind"] for head, fit in report.exponential.items()} == kinds
     assert report.fit_kl[worse] <= limit < free.fit_kl[worse]
     assert report.tensors()["rho"].shape == (2, LENGTH)
-
-
-@pytest.mark.filterwarnings("ignore:perplexity rose")
-def test_a_model_of_transformers_opens_again_and_computes_what_its_compact_patterns_do(tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    import saf.integrations.transformers
-
-    model, ids = transformers_models.make("llama-grouped", max_position_embeddings=LENGTH).to(DEVICE), tokens()
-    report = saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.5, storage="exponential", max_fit_kl=9))
-    assert {pattern.kind for pattern in report.patterns} == {"exponential"}
-    model.save_pretrained(tmp_path)
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path).to(DEVICE)
-    other = transformers_models.make("llama-grouped", max_position_embeddings=LENGTH).to(DEVICE)
-    saf.install_(other, report.heads, [one.to_compact() for one in report.patterns], backend="toeplitz")
-    with torch.no_grad():
-        logits = model(ids).logits
-        assert torch.equal(opened(ids).logits, logits)
-        torch.testing.assert_close(other(ids).logits, logits, rtol=1e-4, atol=1e-4)

@@ -38,16 +38,17 @@ def by_hand(model: GPT, tokens: torch.Tensor, heads: HeadSet, fixed: torch.Tenso
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options", "trainable"),
+    ("optimizer", "options", "edit"),
     [
-        (torch.optim.AdamW, {}, False),
-        (torch.optim.SGD, {"momentum": 0.9}, False),
-        (torch.optim.Adam, {"amsgrad": True}, False),
-        (torch.optim.AdamW, {}, True),
+        (torch.optim.AdamW, {}, {}),
+        (torch.optim.SGD, {"momentum": 0.9}, {}),
+        (torch.optim.Adam, {"amsgrad": True}, {}),
+        (torch.optim.AdamW, {}, {"trainable": True}),
+        (torch.optim.AdamW, {}, None),
     ],
-    ids=["adamw", "sgd", "amsgrad", "trainable"],
+    ids=["adamw", "sgd", "amsgrad", "trainable", "prune"],
 )
-def test_uninstall_is_the_exact_inverse(optimizer, options, trainable):
+def test_uninstall_is_the_exact_inverse(optimizer, options, edit):
     model, trainer = make(optimizer, **options)
     before, parameters, groups = (
         snapshot(model, trainer),
@@ -56,7 +57,10 @@ def test_uninstall_is_the_exact_inverse(optimizer, options, trainable):
     )
     first = HeadSet([(1, 0), (1, 3)])
     for some in (first, SOME - first):  # rows of the second event have moved in the first
-        install_(model, some, patterns(len(some)), optimizer=trainer, trainable=trainable)
+        if edit is None:
+            prune_(model, some, optimizer=trainer)
+        else:
+            install_(model, some, patterns(len(some)), optimizer=trainer, **edit)
     uninstall_(model, HeadSet([(1, 2)]), optimizer=trainer)
     uninstall_(model, optimizer=trainer)
     assert_equal(snapshot(model, trainer), before)
@@ -66,7 +70,7 @@ def test_uninstall_is_the_exact_inverse(optimizer, options, trainable):
 
 
 def test_retained_rows_train_as_if_their_optimiser_had_always_been_theirs():
-    """A model with the heads' patterns fixed by hand, all rows kept, takes the same AdamW steps."""
+    """A model with the heads' patterns fixed by hand, and all rows, takes the same AdamW steps."""
     model, trainer = make()
     twin = copy.deepcopy(model)
     twin_trainer = torch.optim.AdamW(twin.parameters(), lr=1e-2)

@@ -1,4 +1,4 @@
-"""Pruning: what is left computes and trains as if the outputs of pruned heads were zero, and all of it comes back."""
+"""Pruned heads, and frozen KV groups: a model computes and trains as if these outputs were zero, and all comes back."""
 
 import copy
 
@@ -15,7 +15,7 @@ from saf.models.adapter import adapter_for
 from saf.surgery import finalize_, install_, prune_, uninstall_
 from tests.adapters.test_families import by_hand as dense_reference
 from tests.surgery.test_install import by_hand
-from tests.surgery.trained_model import LENGTH, SHAPE, assert_equal, make, patterns, snapshot, update
+from tests.surgery.trained_model import LENGTH, SHAPE, make, patterns, snapshot, update
 from tests.transformers_models import LENGTH as LONG
 from tests.transformers_models import freeze, tokens
 from tests.transformers_models import make as make_llama
@@ -74,7 +74,7 @@ def test_pruned_and_frozen_heads_of_one_model_compute_and_train_as_if_outputs_we
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("pruned", [(1, 3), (0, 1, 2)], ids=str)
 def test_the_seven_tensors_of_a_pruned_layer(precision, pruned):
-    """The paper's layer: output, gradients to input, values and the four weights, beside float64 with zero outputs."""
+    """The paper's layer: output, gradients to input, values and the four weights, against float64 with zero outputs."""
     layer = Layer.draw(Accuracy(frozen=pruned), torch.device("cpu"))
     exact = layer.eager(frozen=False, pruned=True)
     model = GPT(GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=256, max_length=192))
@@ -100,18 +100,13 @@ def test_the_seven_tensors_of_a_pruned_layer(precision, pruned):
         elif name.endswith("projection"):
             oracle = oracle[:, rows] if name == "output projection" else oracle[rows]
         error = distance(actual[name], oracle)["relative_l2"]
-        beside = distance(ordinary[name], unpruned[name])["relative_l2"]
-        assert error <= (1e-6 if lowered is None else 1.1 * beside), name
+        ordinary_error = distance(ordinary[name], unpruned[name])["relative_l2"]
+        assert error <= (1e-6 if lowered is None else 1.1 * ordinary_error), name
 
 
 def test_undoing_is_bit_exact_with_updates_between():
     model, trainer = make()
     before, parameters = snapshot(model, trainer), list(model.parameters())
-    prune_(model, GONE, optimizer=trainer)
-    uninstall_(model, [(1, 2)], optimizer=trainer)
-    uninstall_(model, optimizer=trainer)
-    assert_equal(snapshot(model, trainer), before)
-    assert not any(site.removed for site in adapter_for(model).sites())
     prune_(model, GONE, optimizer=trainer)
     update(model, trainer)
     install_(model, FIXED, patterns(2), optimizer=trainer)
@@ -205,3 +200,47 @@ def test_what_is_measured_leaves_pruned_heads_out():
     assert not report.heads & GONE
     with pytest.raises(InputError, match="frozen or pruned already"):
         saf.freeze_(model, [IDS], saf.FreezeConfig(heads=[(0, 1)]))
+
+
+# --- grouped queries, frozen
+
+
+def train_(model, optimizer, updates: int = 2) -> None:
+    for seed in range(updates):
+        ids = tokens(seed=seed)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def rows(optimizer, weight, group: slice) -> dict[str, torch.Tensor]:
+    moments = {name: optimizer.state[weight][name] for name in ("exp_avg", "exp_avg_sq")}
+    return {name: tensor.detach()[group].clone() for name, tensor in ({"weight": weight} | moments).items()}
+
+
+def test_a_group_frozen_whole_loses_its_keys_and_gets_them_back_as_they_were():
+    first_head, second_head = HeadSet([(1, 2)]), HeadSet([(1, 3)])  # of the second group
+    model = make_llama("qwen3").double().train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.5)
+    weight = model.model.layers[1].self_attn.k_proj.weight
+    first, second = slice(0, 16), slice(16, None)
+    train_(model, optimizer)
+    freeze(model, first_head, optimizer=optimizer)
+    train_(model, optimizer)
+    assert weight.shape[0] == 2 * 16, "its other head reads the group's keys"
+    before, other = rows(optimizer, weight, second), rows(optimizer, weight, first)
+    freeze(model, second_head, optimizer=optimizer)
+    assert weight.shape[0] == model.model.layers[1].self_attn.k_proj.out_features == 16
+    assert all(map(torch.equal, rows(optimizer, weight, first).values(), other.values()))
+    train_(model, optimizer)
+    cache = model(tokens(2)).past_key_values
+    assert [layer.keys.shape[1] for layer in cache.layers] == [2, 1, 2]
+    assert [layer.values.shape[1] for layer in cache.layers] == [2, 2, 2]
+    # Either head brings the keys back; neither momentum nor weight decay has moved them.
+    uninstall_(model, first_head, optimizer=optimizer)
+    assert all(map(torch.equal, rows(optimizer, weight, second).values(), before.values()))
+    assert not torch.equal(rows(optimizer, weight, first)["weight"], other["weight"])
+    train_(model, optimizer)
+    moved = weight.detach().clone()
+    uninstall_(model, optimizer=optimizer)
+    assert torch.equal(weight, moved)

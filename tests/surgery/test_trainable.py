@@ -1,7 +1,5 @@
 """Installing trainable patterns: what joins the optimiser, what leaves it, and what is saved."""
 
-import copy
-
 import pytest
 import torch
 
@@ -112,7 +110,7 @@ def test_events_of_both_kinds_share_a_layer():
     assert fixed.alpha.grad is None
 
 
-def test_state_restores_the_patterns_as_they_are_and_training_goes_on_alike():
+def test_state_restores_the_patterns_as_they_are():
     model, trainer = make()
     install_(model, HeadSet([(0, 0)]), patterns(1, 7), optimizer=trainer)
     install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
@@ -122,22 +120,11 @@ def test_state_restores_the_patterns_as_they_are_and_training_goes_on_alike():
     assert [layer["trainable"] for layer in state["layers"]] == [[1, 3], [2], []]
     other = GPT(SHAPE).double()
     restore_(other, state, tensors)
-    for head, one in trained_of(model).items():
-        assert torch.equal(trained_of(other)[head].alpha, one.alpha)
-        assert torch.equal(trained_of(other)[head].rho, one.rho)
+    assert all(map(torch.equal, pattern_parameters(other), pattern_parameters(model)))
     other.load_state_dict(model.state_dict())
     assert torch.equal(model(TOKENS[:, :-1]), other(TOKENS[:, :-1]))
-    others = dict(other.named_parameters())
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    groups = [
-        {**group, "params": [others[names[parameter]] for parameter in group["params"]]}
-        for group in trainer.param_groups
-    ]
-    again = torch.optim.AdamW(groups)
-    again.load_state_dict(copy.deepcopy(trainer.state_dict()))
-    assert update(model, trainer) == update(other, again)
-    assert_equal(snapshot(model, trainer), snapshot(other, again))
-    assert_equal(tensors, retained)  # what was taken does not follow the training
+    update(model, trainer)
+    assert_equal(tensors, retained)  # what was read does not follow the training
 
 
 def test_what_cannot_be_trained_is_refused_and_changes_nothing():
