@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from saf.calibration.capture import (
-    CalibrationPlan,
     capture_layers,
     evaluation_mode,
     free_bytes,
@@ -29,7 +28,7 @@ from saf.models.adapter import adapter_for
 from saf.statistics import AttentionStatistics
 
 __all__ = [
-    "COLLECTIONS", "Batch", "CalibrationPlan", "Collected", "QKGradient", "Sequences", "calibrate", "free_bytes",
+    "COLLECTIONS", "Batch", "Collected", "QKGradient", "Sequences", "calibrate", "free_bytes",
     "gate_gradients", "head_outputs", "heads_at_a_time", "latter_half", "plan_calibration", "read_batches",
     "read_sequences",
 ]  # fmt: skip
@@ -70,17 +69,13 @@ def calibrate(
         UnsupportedError: Heads of a layer that stays ordinary, or a model with no other layers.
         DivergenceError: Queries or keys that are not finite.
     """
-    options = {"collect": collect, "heads": heads, "positions": positions, "capture_bytes": capture_bytes}
-    plan = plan_calibration(model, batches, **options)
+    limits = {"heads": heads, "positions": positions, "capture_bytes": capture_bytes}
+    plan = plan_calibration(model, batches, collect=collect, **limits)
     timer, progress = timer or Stopwatch(), progress or (lambda done, layers: None)
     sequences, sites, done, layers = plan.sequences, adapter_for(model).sites(), 0, sum(map(len, plan.groups))
-    by_head = len(sites), sites[0].layout.num_heads
-    statistics = {
-        name: torch.full(
-            (*by_head, sequences.length) if name.startswith("eta") else by_head, torch.nan, dtype=torch.float64
-        )
-        for name in LayerStatistics._fields
-    }
+    shape = len(sites), sites[0].layout.num_heads, sequences.length
+    shapes = {name: shape if name.startswith("eta") else shape[:2] for name in LayerStatistics._fields}
+    statistics = {name: torch.full(shapes[name], torch.nan, dtype=torch.float64) for name in shapes}
     progress(done, layers)
     with torch.no_grad(), evaluation_mode(model):
         for group in plan.groups:
@@ -88,14 +83,9 @@ def calibrate(
                 captured = capture_layers(adapter_for(model), plan.heads, group, sequences.ids)
             for layer in group:
                 with timer("statistics"):
-                    site, take = sites[layer], partial(plan.collection.take, layer) if collect else None
-                    options = {
-                        "scale": site.scale,
-                        "soft_cap": site.soft_cap,
-                        "lengths": sequences.lengths,
-                        "take": take,
-                    }
-                    measured = measure_layer(**captured.pop(layer)._asdict(), **options)
+                    site, on_strip = sites[layer], partial(plan.collector.read, layer) if collect else None
+                    options = {"scale": site.scale, "soft_cap": site.soft_cap, "on_strip": on_strip}
+                    measured = measure_layer(*captured.pop(layer), lengths=sequences.lengths, **options)
                     if not all(bool(each.isfinite().all()) for each in measured):
                         raise DivergenceError(f"attention of layer {layer} must be finite; check the model's weights")
                     for name, values in measured._asdict().items():
@@ -108,7 +98,7 @@ def calibrate(
         num_sequences=len(sequences.tokens),
         sequences_hash=sequences.hash,
         lengths=sequences.unequal,
-        collected=plan.collection.tensors if collect else {},
+        collected=plan.collector.tensors if collect else {},
         collected_heads=plan.heads if collect else HeadSet(),
-        positions=plan.collection.positions,
+        positions=plan.collector.positions,
     )

@@ -13,14 +13,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from saf.calibration.measure import COLLECTIONS, Collection
+from saf.calibration.measure import COLLECTIONS, Collector
 from saf.calibration.sequences import Batch, Sequences, read_sequences
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
 from saf.models.adapter import ON_META, Adapter, Site, adapter_for, check_unsharded, rows_of
 from saf.records.table import byte_size
 
-SHARE = 0.5  # share of free memory for queries and keys, or a collection, by default; the rest is a margin
+SHARE = 0.5  # share of free memory for queries and keys, or collected tensors, by default; the rest is a margin
 CPU_BYTES = 4 << 30  # most queries and keys by default on a CPU, whose memory others use too
 COLLECT_BYTES = 16 << 30  # most that `heads_at_a_time` collects at once
 
@@ -33,10 +33,10 @@ class CalibrationPlan(NamedTuple):
     groups: list[list[int]]
     """Layers whose queries and keys are held at the same time; the model runs once for each group."""
     capture_bytes: int  # queries and keys of the largest group, on the model's device
-    collection: Collection  # tensors of `collect`, on the CPU; `calibrate` fills them in
+    collector: Collector  # tensors of `collect`, on the CPU; `calibrate` fills them in
 
     def __str__(self) -> str:
-        held = self.collection.nbytes
+        held = self.collector.nbytes
         return (
             f"calibration of {len(self.heads)} heads on {self.sequences}: queries and keys of "
             f"{max(map(len, self.groups), default=0)} layers at a time {byte_size(self.capture_bytes)}, model runs "
@@ -62,11 +62,11 @@ def plan_calibration(
     adapter, sequences = adapter_for(model), read_sequences(batches)
     check_vocabulary(adapter, sequences.ids)
     measured, sizes = measurable_heads(adapter, heads), {"sequences": len(sequences.tokens), "length": sequences.length}
-    collection = Collection(collect, measured, **sizes, dtype=adapter.dtype, positions=positions)
+    collector = Collector(collect, measured, **sizes, dtype=adapter.dtype, positions=positions)
     free = free_bytes(torch.device("cpu"))
-    if free is not None and collection.nbytes > free:
+    if free is not None and collector.nbytes > free:
         raise InputError(
-            f"not enough memory: {byte_size(collection.nbytes)} to collect, {byte_size(free)} free on the CPU; "
+            f"not enough memory: {byte_size(collector.nbytes)} to collect, {byte_size(free)} free on the CPU; "
             "measure fewer heads at a time (heads=)"
         )
     if sequences.unequal and (whole := [name for name in collect if "N" in COLLECTIONS[name].shape]):
@@ -75,7 +75,7 @@ def plan_calibration(
             f"{sequences.length} tokens; pass sequences of one length, or collect the mean"
         )
     groups, size = _groups(adapter, measured, math.prod(sizes.values()), capture_bytes)
-    return CalibrationPlan(measured, sequences, groups, size, collection)
+    return CalibrationPlan(measured, sequences, groups, size, collector)
 
 
 def _groups(adapter: Adapter, heads: HeadSet, tokens: int, capture_bytes: int | None) -> tuple[list[list[int]], int]:
@@ -107,7 +107,7 @@ def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int,
     """Return the number of heads whose `collect` fits into half of the CPU's free memory at once; one at least."""
     free = free_bytes(torch.device("cpu"))
     dtype, limit = adapter_for(model).dtype, COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))
-    one = Collection(collect, HeadSet([(0, 0)]), sequences=sequences, length=length, dtype=dtype)
+    one = Collector(collect, HeadSet([(0, 0)]), sequences=sequences, length=length, dtype=dtype)
     return max(1, limit // max(one.nbytes, 1))
 
 

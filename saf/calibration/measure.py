@@ -1,7 +1,7 @@
 """`measure_layer` sums a layer's statistics without a T x T array: by Triton kernels, else strip by strip here.
 
 Either way is exact. A strip is some rows of the patterns of all sequences at once, so that deviations from their mean
-are computed directly, never as differences of large sums. A `Collection` reads the same strips for
+are computed directly, never as differences of large sums. A `Collector` reads the same strips for
 `calibrate(collect=...)`; a line of `COLLECTIONS` defines each tensor. The kernels (kernels.py) hold no whole row, so
 collecting needs strips.
 """
@@ -42,12 +42,12 @@ class LayerStatistics(NamedTuple):
 def measure_layer(
     query: Tensor,
     key: Tensor,
-    *,
     kv_head: Sequence[int],
+    *,
     scale: float | None = None,
     soft_cap: float | None = None,
     lengths: Sequence[int] | None = None,
-    take: Callable[["Strip"], None] | None = None,
+    on_strip: Callable[["Strip"], None] | None = None,
     strip_elements: int | None = None,
 ) -> LayerStatistics:
     """Measure heads from rotated `query [N, heads, T, D]` and `key [N, K, T, D]`; head h reads key `kv_head[h]`.
@@ -57,13 +57,13 @@ def measure_layer(
     sequences that reach it. Variance and divergence average the rows that two sequences or more reach; marginals and
     entropy average all rows of the mean pattern.
 
-    `take` reads every strip once and must not change it. `strip_elements`, the most entries of a strip, changes
+    `on_strip` reads every strip once and must not change it. `strip_elements`, the most entries of a strip, changes
     results by rounding alone; where it is a number, no kernel runs. Strips are computed in float32
     (float64 for float64 inputs) and summed in float64.
     """
     count, heads, length, dim = query.shape
     spans = spans_of(lengths or [length] * count)
-    if not (strip_elements or take or soft_cap or len(spans) > 1) and _kernels_run(query, key):
+    if not (strip_elements or on_strip or soft_cap or len(spans) > 1) and _kernels_run(query, key):
         from saf.calibration.kernels import measure_by_kernel
 
         return measure_by_kernel(query, key, kv_head=kv_head, scale=scale)
@@ -76,7 +76,7 @@ def measure_layer(
             group = slice(first, min(first + group_size, heads))
             scaled = query[:, group].to(dtype) * score_scale(scale, dim)
             keys = key[:, list(kv_head[group])].to(dtype)
-            parts.append(_measure_heads(scaled, keys, soft_cap, spans, rows, group, take))
+            parts.append(_measure_heads(scaled, keys, soft_cap, spans, rows, group, on_strip))
     return LayerStatistics(*map(torch.cat, zip(*parts, strict=True)))
 
 
@@ -142,7 +142,7 @@ def _measure_heads(
     spans: Sequence[tuple[int, int, int]],
     rows: int,
     group: slice,
-    take: Callable[[Strip], None] | None,
+    on_strip: Callable[[Strip], None] | None,
 ) -> LayerStatistics:
     """Measure heads that share strips, from scaled queries and keys `[N, heads, T, D]`."""
     _, heads, length, _ = query.shape
@@ -159,8 +159,8 @@ def _measure_heads(
             logits = capped(products, soft_cap).masked_fill_(~causal, -torch.inf)
             pattern = logits.softmax(-1)  # Eq. (6)
             mean = pattern.mean(0)  # Eq. (S.2)
-            if take is not None:
-                take(Strip(group, start, end, length, causal, logits, pattern, mean))
+            if on_strip is not None:
+                on_strip(Strip(group, start, end, length, causal, logits, pattern, mean))
             if count > 1:
                 divergence = divergence + _divergence(pattern, mean)
                 # In place, so last: the pattern is gone afterwards.
@@ -260,7 +260,7 @@ def latter_half(length: int, count: int = NUM_POSITIONS) -> tuple[int, ...]:
     return tuple(torch.linspace(length // 2, length - 1, count, dtype=torch.float64).round().long().unique().tolist())
 
 
-class Collection:
+class Collector:
     """The tensors of `calibrate(collect=...)` for some heads, on the CPU; the first strip allocates them."""
 
     def __init__(
@@ -293,7 +293,7 @@ class Collection:
             for name, (shape, dtype) in self._shapes.items()
         }
 
-    def take(self, layer: int, strip: Strip) -> None:
+    def read(self, layer: int, strip: Strip) -> None:
         """Read a strip of a layer."""
         first = self.heads.index((layer, self.heads.in_layer(layer)[0]))
         picked = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]

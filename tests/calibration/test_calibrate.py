@@ -20,7 +20,7 @@ from saf.calibration import (
     read_sequences,
 )
 from saf.calibration.capture import capture_layers
-from saf.calibration.measure import Collection, measure_layer, spans_of
+from saf.calibration.measure import Collector, measure_layer, spans_of
 from saf.errors import DivergenceError, InputError
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import adapter_for
@@ -225,7 +225,7 @@ def test_everything_equals_the_dense_computation(count, dtype):
         torch.testing.assert_close(tensor.double(), dense[name], rtol=tolerance, atol=tolerance, msg=name)
     assert (actual.collected_heads, actual.positions) == (HEADS, POSITIONS)
     plan = plan_calibration(network, [ids], collect=list(COLLECTIONS), heads=HEADS, positions=POSITIONS)
-    assert plan.collection.nbytes == sum(tensor.nbytes for tensor in actual.collected.values())
+    assert plan.collector.nbytes == sum(tensor.nbytes for tensor in actual.collected.values())
 
 
 def test_collections_do_not_depend_on_strips_or_order(generator):
@@ -233,10 +233,10 @@ def test_collections_do_not_depend_on_strips_or_order(generator):
     query, key = 2 * torch.randn(2, 5, 4, 40, 8, generator=generator, dtype=torch.float64)
     heads = saf.HeadSet((0, head) for head in range(4))
     one, other = (
-        Collection(names, heads, sequences=5, length=40, positions=POSITIONS, dtype=torch.float64) for _ in range(2)
+        Collector(names, heads, sequences=5, length=40, positions=POSITIONS, dtype=torch.float64) for _ in range(2)
     )
-    measure_layer(query, key, kv_head=range(4), take=partial(one.take, 0))
-    options = {"strip_elements": 5 * 7 * 40, "take": partial(other.take, 0)}
+    measure_layer(query, key, kv_head=range(4), on_strip=partial(one.read, 0))
+    options = {"strip_elements": 5 * 7 * 40, "on_strip": partial(other.read, 0)}
     measure_layer(query.flip(0), key.flip(0), kv_head=range(4), **options)
     for name, tensor in one.tensors.items():
         assert ((tensor - other.tensors[name]).abs() <= 1e-10 * tensor.abs().max()).all(), name

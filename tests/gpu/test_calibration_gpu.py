@@ -95,7 +95,7 @@ def test_auto_takes_the_kernels_and_repeats_to_the_bit():
 def test_strips_serve_what_the_kernels_cannot():
     query, key = operands(3, 2, 2, 300, 64, torch.bfloat16)
     seen = []
-    measure_layer(query, key, kv_head=[0, 1], take=lambda strip: seen.append(strip.end))
+    measure_layer(query, key, kv_head=[0, 1], on_strip=lambda strip: seen.append(strip.end))
     assert seen[-1] == 300
     wide = measure_layer(query.double(), key.double(), kv_head=[0, 1])
     assert torch.equal(wide.variance, measure_by_strips(query.double(), key.double(), kv_head=[0, 1]).variance)
