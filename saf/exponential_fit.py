@@ -122,20 +122,13 @@ def _fit(
 ) -> list[tuple[ExponentialFit, ExponentialFit]]:
     """Return each head's fit with every key free, and in the short form, twice the first where that is not tried.
 
-    As many heads at a time as fit into memory.
+    Choose poles, optimise, and measure each result without the fit's own approximations.
     """
     size = max(1, _HELD[eta_abs.device.type] // (compact.length * max(2 * pairs, 8 * len(_DAMPINGS))))
-    fits = []
-    for first in range(0, len(compact), size):
-        some = slice(first, first + size)
-        fits += _fit_group(compact[some], eta_abs[some], eta_rel[some], band, pairs, short)
-    return fits
-
-
-def _fit_group(
-    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, band: int, pairs: int, short: bool
-) -> list[tuple[ExponentialFit, ExponentialFit]]:
-    """Choose poles, optimise, and measure each result without the fit's own approximations."""
+    if not 0 < len(compact) <= size:  # as many heads at a time as fit into memory
+        groups = [slice(first, first + size) for first in range(0, len(compact), size)]
+        options = {"band": band, "pairs": pairs, "short": short}
+        return [fits for some in groups for fits in _fit(compact[some], eta_abs[some], eta_rel[some], **options)]
     length = compact.length
     if length <= band:
         none = compact.rho[:, :0]

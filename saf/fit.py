@@ -226,7 +226,9 @@ def fit_proportional(
     alpha, rho = initial_parameters(eta_rel)
     sweeps = torch.full(eta_abs.shape[:1], max_sweeps, dtype=torch.int64, device=eta_abs.device)
     active = torch.arange(len(eta_abs), device=eta_abs.device)
-    heads = _Heads.start(eta_abs, eta_rel, torch.cat([alpha, rho], -1))
+    point = torch.cat([alpha, rho], -1)
+    history, unknown = point.new_zeros(len(point), _MEMORY, point.shape[-1]), point.new_full(point.shape[:1], torch.inf)
+    heads = _Heads(eta_abs, eta_rel, point, unknown, point, torch.zeros_like(point), history, history.clone())
     for sweep in range(1, max_sweeps + 1):
         image = heads.sweep()
         alpha[active], rho[active] = image.chunk(2, -1)
@@ -252,12 +254,6 @@ class _Heads:
     residual: Tensor  # that image less that point
     images: Tensor  # differences of the images of consecutive points, [N, memory, 2T]
     residuals: Tensor  # differences of their residuals
-
-    @classmethod
-    def start(cls, eta_abs: Tensor, eta_rel: Tensor, point: Tensor) -> "_Heads":
-        history = point.new_zeros(len(point), _MEMORY, point.shape[-1])
-        loss = point.new_full(point.shape[:1], torch.inf)
-        return cls(eta_abs, eta_rel, point, loss, point, torch.zeros_like(point), history, history.clone())
 
     def select(self, heads: Tensor) -> "_Heads":
         return _Heads(*(getattr(self, field.name)[heads] for field in fields(self)))

@@ -39,10 +39,6 @@ class Pattern(ABC):
         """The leading dimensions."""
 
     @abstractmethod
-    def prefix(self, length: int) -> "Pattern":
-        """Return the pattern of the first `length` positions; raise InputError for more than its own."""
-
-    @abstractmethod
     def to(self, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Self:
         """Return the pattern on a device, in `dtype`; a trainable one moves in place, in its own dtype."""
 
@@ -58,6 +54,12 @@ class Pattern(ABC):
         """Return its present values as a fixed compact pattern, in T**2 / 2 products a head; None for a dense one."""
         logits = self.logits()
         return None if logits is None else CompactPattern.from_parameters(*logits)
+
+    def prefix(self, length: int) -> "Pattern":
+        """Return the pattern of the first `length` positions; raise InputError for more than its own."""
+        compact = self.compact()
+        assert compact is not None
+        return compact.prefix(length)
 
     def dense(self) -> Tensor:
         """Return P entry by entry, `[..., T, T]`, in float64 unless stored."""
@@ -475,9 +477,6 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
 
     def logits(self) -> tuple[Tensor, Tensor]:
         return self.alpha.detach().clone(), self.rho.detach().clone()
-
-    def prefix(self, length: int) -> CompactPattern:
-        return CompactPattern.from_parameters(*self.logits()).prefix(length)
 
     def singles(self) -> list["TrainablePattern"]:
         return [self]
