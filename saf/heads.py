@@ -82,10 +82,8 @@ class HeadSet:
 
 # --- the rows of heads in a layer's projections
 
-ROLES = ("query", "key", "value", "output")
-"""A layer's projections. Rows of three belong to heads, and columns of `output`."""
-BIAS = "_bias"
-"""Suffix of a role's name for its projection's bias."""
+ROLES = ("query", "key", "value", "output")  # a layer's projections; rows of three belong to heads, columns of `output`
+BIAS = "_bias"  # suffix of a role's name for its projection's bias
 KINDS: dict[str, tuple[str, ...]] = {"live": ROLES, "frozen": ("value", "output"), "pruned": ()}
 """Projections in which heads of a kind have rows; an edit to that kind removes the other rows."""
 EDITED = tuple(kind for kind in KINDS if kind != "live")
@@ -150,10 +148,10 @@ class HeadLayout:
 
         With grouped queries owners of keys and values are the KV heads that some head reads, in ascending order.
         """
-        held = {role: tuple(h for kind in KINDS if role in KINDS[kind] for h in getattr(self, kind)) for role in ROLES}
+        rows = {role: tuple(h for kind in KINDS if role in KINDS[kind] for h in getattr(self, kind)) for role in ROLES}
         if self.grouped:
-            held |= {role: tuple(sorted(set(map(self.kv_of, held[role])))) for role in ("key", "value")}
-        return held
+            rows |= {role: tuple(sorted(set(map(self.kv_of, rows[role])))) for role in ("key", "value")}
+        return rows
 
     def rows_in(self, name: str) -> tuple[tuple[str, int], ...]:
         """Return `(role, owner)` of every row block of a parameter, in order; fused projections have role after role.

@@ -15,10 +15,8 @@ from torch import Tensor
 from saf.errors import InputError, check_keywords, check_name, shown
 from saf.statistics import AttentionStatistics, required_keywords
 
-Score = Callable[..., Tensor]
-"""`(statistics, **inputs)` to one number a head, `[L, H]`."""
-SCORES: dict[str, Score] = {}
-"""Scores by name, in the order of the paper."""
+Score = Callable[..., Tensor]  # `(statistics, **inputs)` to one number a head, `[L, H]`
+SCORES: dict[str, Score] = {}  # by name, in the order of the paper
 HOW_TO_MEASURE = {
     "gradient": "call saf.QKGradient(model).update() after every backward pass, then pass its .scores()",
     "outputs": (
@@ -194,10 +192,8 @@ def random(statistics: AttentionStatistics, *, seed: int = 0) -> Tensor:
 def ranks(values: Tensor) -> Tensor:
     """Rank heads over the whole model, from 0 in ascending order, ties by layer and head; NaN stays NaN."""
     flat = values.double().flatten()
-    order = flat.argsort(stable=True)
-    places = torch.empty_like(flat)
-    places[order] = torch.arange(len(flat), dtype=flat.dtype)
-    return places.masked_fill_(flat.isnan(), torch.nan).view(values.shape)
+    rank = flat.argsort(stable=True).argsort().double()
+    return rank.masked_fill_(flat.isnan(), torch.nan).view(values.shape)
 
 
 def _per_head(statistics: AttentionStatistics, name: str, values: Tensor) -> Tensor:

@@ -209,27 +209,24 @@ class _LayerOutputs:
         self.sums = {name: torch.full(shape, torch.nan, dtype=torch.float64) for name, shape in shapes.items()}
         self.sums["gram"][np.ix_(self.live, self.live)] = 0
         self._filled = 0
-        self._seen: dict[str, Tensor] = {}
 
     def hook(self, stack: ExitStack) -> None:
         """Add every forward pass until the stack is closed."""
+        inputs: dict[str, Tensor] = {}  # of the pass so far
+
+        def store(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            inputs[name] = args[0] if args else kwargs["hidden_states"]
+
+        def add(_module: nn.Module, _args: Any, output: Any) -> None:
+            if "query" in inputs:  # a layer without live heads has none
+                with torch.autocast(self.weight.device.type, enabled=False):
+                    self._add(output if isinstance(output, Tensor) else output[0], **inputs)
+            inputs.clear()
+
         for module, name in ((self.decoder_layer, "residual"), (self.site.attention, "normed")):
-            handle = module.register_forward_pre_hook(partial(self._see_input, name), with_kwargs=True)
-            stack.callback(handle.remove)
-        stack.enter_context(self.site.capture(self._see_queries))
-        stack.callback(self.site.attention.register_forward_hook(self._see_output).remove)
-
-    def _see_input(self, name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._seen[name] = (args[0] if args else kwargs["hidden_states"]).detach()
-
-    def _see_queries(self, query: Tensor, key: Tensor) -> None:
-        self._seen |= {"query": query.detach(), "key": key.detach()}
-
-    def _see_output(self, _module: nn.Module, _args: Any, output: Any) -> None:
-        if "query" in self._seen:  # a layer without live heads has none
-            with torch.autocast(self.weight.device.type, enabled=False):
-                self._add((output if isinstance(output, Tensor) else output[0]).detach(), **self._seen)
-        self._seen = {}
+            stack.callback(module.register_forward_pre_hook(partial(store, name), with_kwargs=True).remove)
+        stack.enter_context(self.site.capture(lambda query, key: inputs.update(query=query, key=key)))
+        stack.callback(self.site.attention.register_forward_hook(add).remove)
 
     def _add(self, output: Tensor, *, query: Tensor, key: Tensor, normed: Tensor, residual: Tensor) -> None:
         """Add a batch: its attention layer's output and input, rotated queries and keys, and the residual stream."""
