@@ -4,8 +4,10 @@ A recipe's figure shows numbers of its table as lines, one panel a group; rings 
 """
 
 import io
+import math
 import re
-from collections.abc import Callable, Mapping
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -13,7 +15,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from experiments.recipe import Figure
+from experiments.recipe import Figure, Recipe
+from experiments.records import Record
 from experiments.tables import RecipeTable
 
 STYLE: Any = {
@@ -80,6 +83,32 @@ def _draw_line(axis: Axes, points: pd.DataFrame, name: str, colour: str, aside: 
         if quoted.notna().any():
             rings = {"color": colour, "markerfacecolor": "none", "markersize": 7, "label": f"{name}, paper"}
             axis.plot(points["x"][quoted.notna()], quoted.dropna(), "o", **rings)
+
+
+def speedups_figure(recipe: Recipe, records: Mapping[str, Sequence[Record]]) -> str | None:
+    """Return the measured speedups of a recipe as SVG, a panel a measurement; None where there are none."""
+    panels: dict[str, dict[str, tuple[float, float]]] = {}
+    for each in recipe.measurements:
+        for number in (one for one in each.numbers if one.path[-1] in ("ratio", "pair_ms")):
+            values = [value for record in records.get(each.name, ()) for value in number.values(record)]
+            quoted = re.match(r"[\d.]+(?=×| ±)", number.paper or "")
+            if values:
+                paper = float(quoted[0]) if quoted else math.nan
+                panels.setdefault(each.name, {})[number.title] = statistics.fmean(values), paper
+
+    def draw() -> Canvas:
+        rows = max(map(len, panels.values()))
+        canvas = Canvas(figsize=(4.2 * len(panels), 1 + 0.2 * rows), layout="constrained")
+        for axis, (title, points) in zip(
+            canvas.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
+        ):
+            for place, style in enumerate(({"marker": "o"}, {"marker": "o", "mfc": "none", "ms": 8})):
+                axis.plot([pair[place] for pair in points.values()], [*points], ls="", color="C0", **style)
+            axis.axvline(1, color="grey", lw=0.8)
+            axis.set(title=title, xlabel="speedup; rings: paper", ylim=(len(points) - 0.5, -0.5))
+        return canvas
+
+    return svg(draw) if panels else None
 
 
 def costs_figure(costs: Mapping[str, Mapping[int, float]]) -> str:

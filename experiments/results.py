@@ -14,7 +14,7 @@ import pandas as pd
 
 from experiments.analyses import ANALYSES, analysis_figure
 from experiments.benchmarks import TABLES, memory, read_benchmarks
-from experiments.figures import costs_figure, recipe_figure
+from experiments.figures import costs_figure, recipe_figure, speedups_figure
 from experiments.measurements import records_of
 from experiments.recipe import recipe
 from experiments.records import Record, read_records
@@ -278,6 +278,8 @@ def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
                 yield replace(block, text=block.text * shown, page=None if shown else pd.DataFrame())
     drawn = {figure.name: (figure.title, recipe_figure(figure, table)) for figure in table.recipe.figures}
     drawn |= {name.replace(" ", "-"): (name, analysis_figure(records)) for name, records in measured.items()}
+    if "fig:systems-across-stages" in table.recipe.labels:
+        drawn["speedups"] = "Speedups", speedups_figure(table.recipe, measured)
     for name, (title, picture) in drawn.items():
         if picture is not None:
             yield Block(heading=heading, picture=(title, f"{table.scale}-{table.name}-{name}.svg", picture))

@@ -53,6 +53,14 @@ class Scale:
         return settings
 
 
+_SHORT: Settings = {
+    **{"peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "accumulation": 1, "calibration_sequences": 32},
+    **{"log_every": 200, "eval_every": 0, "save_every": 0, "token_losses": False},
+}
+"""Of runs shorter than the paper's: their warm-up is a share of their updates."""
+_34M: Settings = {"model": "124m", "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512}}
+_LONG: Settings = {"calibration_sequences": 16}
+"""Of contexts beyond 4K."""
 SCALES = {
     scale.name: scale
     for scale in (
@@ -67,8 +75,8 @@ SCALES = {
             contexts={
                 1_024: {"length": 1_024, "batch_size": 32, "accumulation": 15},
                 4_096: {"length": 4_096, "batch_size": 2, "accumulation": 60},
-                8_192: {"length": 8_192, "batch_size": 1, "accumulation": 60, "calibration_sequences": 16},
-                16_384: {"length": 16_384, "batch_size": 1, "accumulation": 30, "calibration_sequences": 16},
+                8_192: {"length": 8_192, "batch_size": 1, "accumulation": 60, **_LONG},
+                16_384: {"length": 16_384, "batch_size": 1, "accumulation": 30, **_LONG},
             },
             freeze={"fitter": "adam"},
             seeds=(1337, 1338, 1339),
@@ -76,18 +84,13 @@ SCALES = {
         ),
         Scale(
             name="small",
-            # Some 30M weights: four to five minutes a run on one H200, a parent with its arms in half an hour.
-            settings={
-                "model": "124m",
-                "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512},
-                **{"accumulation": 1, "peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 0},
-                **{"save_every": 0, "log_every": 200, "calibration_sequences": 32, "token_losses": False},
-            },
+            # Four to five minutes a run on one H200, a parent with its arms in half an hour.
+            settings={**_34M, **_SHORT},
             contexts={
                 1_024: {"length": 1_024, "batch_size": 64, "updates": 3_540},
                 4_096: {"length": 4_096, "batch_size": 16, "updates": 3_540},
-                8_192: {"length": 8_192, "batch_size": 8, "updates": 3_540, "calibration_sequences": 16},
-                16_384: {"length": 16_384, "batch_size": 4, "updates": 1_770, "calibration_sequences": 16},
+                8_192: {"length": 8_192, "batch_size": 8, "updates": 3_540, **_LONG},
+                16_384: {"length": 16_384, "batch_size": 4, "updates": 1_770, **_LONG},
             },
             seeds=(1337,),
             vocabulary=16_384,
@@ -96,16 +99,11 @@ SCALES = {
         Scale(
             name="converged",
             # The small model trained for 560M tokens, some sixteen a parameter: four passes over 141M tokens of text.
-            settings={
-                "model": "124m",
-                "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512},
-                **{"accumulation": 1, "peak_lr": 2e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 1_000},
-                **{"save_every": 1_000, "log_every": 200, "calibration_sequences": 32, "token_losses": False},
-            },
+            settings={**_34M, **_SHORT, "peak_lr": 2e-3, "eval_every": 1_000, "save_every": 1_000},
             contexts={
                 4_096: {"length": 4_096, "batch_size": 16, "updates": 8_544},
-                16_384: {"length": 16_384, "updates": 8_544, "calibration_sequences": 16}
-                | {"batch_size": 2, "accumulation": 2},  # two processes can share an update
+                # Two processes can share an update.
+                16_384: {"length": 16_384, "batch_size": 2, "accumulation": 2, "updates": 8_544, **_LONG},
             },
             seeds=(1337, 1338, 1339),
             vocabulary=16_384,
@@ -116,14 +114,13 @@ SCALES = {
             name="124m",
             # The paper's model, with a higher rate for short runs: 640 updates are 84M tokens.
             settings={
-                **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "accumulation": 2},
-                **{"peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "eval_every": 80, "save_every": 160},
-                **{"log_every": 80, "calibration_sequences": 32, "token_losses": False, "compile": "layers"},
+                **{**_SHORT, "model": "124m", "model_overrides": {"vocab_size": 50_304}, "accumulation": 2},
+                **{"eval_every": 80, "save_every": 160, "log_every": 80, "compile": "layers"},
             },
             contexts={
                 4_096: {"length": 4_096, "batch_size": 16, "updates": 640},
-                8_192: {"length": 8_192, "batch_size": 8, "updates": 640, "calibration_sequences": 16},
-                16_384: {"length": 16_384, "batch_size": 4, "updates": 640, "calibration_sequences": 16},
+                8_192: {"length": 8_192, "batch_size": 8, "updates": 640, **_LONG},
+                16_384: {"length": 16_384, "batch_size": 4, "updates": 640, **_LONG},
             },
             seeds=(1337, 1338, 1339),
             vocabulary=50_304,

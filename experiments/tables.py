@@ -131,11 +131,14 @@ METRICS = {
     ),
     "gate": Metric("development accuracy (%)", 2),
     **{recall_metric(*test): Metric(f"recall at {test[0]:,} / {test[1]} (%)", 2) for test in (*RECALL, *SMOKE_RECALL)},
-    "recall seeds": Metric(
-        *("recall at 512 / 32 by seed (%)", 2, False),
-        lambda c: c.get(c.row.arm, recall_metric(512, 32)),
-        every_seed=True,
-    ),
+    **{
+        f"{recall_metric(*test)} seeds": Metric(
+            *(f"recall at {test[0]:,} / {test[1]} by seed (%)", 2, False),
+            lambda c, test=test: c.get(c.row.arm, recall_metric(*test)),
+            every_seed=True,
+        )
+        for test in RECALL
+    },
     "rise": Metric("loss increase at the event (nats)", 4, True),
     "context": Metric("loss decrease by context (nats)", 3),
     "window": Metric("measured at (tokens of context)", 0),

@@ -324,7 +324,7 @@ RECIPES["recall"] = Recipe(
             {_LABELS[model]: f"recovery-{model}@0" for model in LATER_ARMS},
         ),
     ),
-    metrics=(*RECALL_METRICS, "recall seeds", "gate", "heads"),
+    metrics=(*RECALL_METRICS, *(f"{recall_metric(512, pairs)} seeds" for pairs in (24, 32, 48, 64)), "gate", "heads"),
     smoke=("recall-later-ordinary", "recovery-mean-25"),
     notes=(
         "Metrics are tests, tokens / pairs; all models learn 8 pairs in 512 tokens. Development is the share of that "

@@ -5,6 +5,8 @@ import re
 from pathlib import Path
 
 from experiments import benchmarks
+from experiments.figures import speedups_figure
+from experiments.recipe import recipe
 from experiments.results import PAGES, render, stale
 from tests.report.benchmark_records import TIMES, record
 
@@ -45,6 +47,14 @@ def test_pages_are_rendered_from_records_and_what_differs_is_named(tmp_path):
     assert [re.search("[0-9.]+× stands in no cell", each)[0][:5] for each in problems] == ["77.7×", "66.6×"]
     (tmp_path / "docs" / "results" / "updates.md").write_text("")
     assert any("updates.md: not what" in problem for problem in stale(tmp_path / "results", tmp_path / "docs"))
+
+
+def test_speedups_are_drawn_by_measurement():
+    row = {"backend": "toeplitz", "rate": 0.25, "variant": "update", "refused": False, "ratio": 1.07}
+    rows = [row | {"point": {"length": 4_096, "batch_size": size}} for size in (4, 8)]
+    drawn = speedups_figure(recipe("training_systems"), {"batches": [{"rows": rows, "memory": []}]})
+    assert "4,096 × 8, 25% frozen" in drawn
+    assert "contexts" not in drawn
 
 
 def test_every_committed_scale_is_shown():
