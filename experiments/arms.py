@@ -30,7 +30,7 @@ class Arm:
     scaled: Mapping[str, Settings] = field(default_factory=dict)
     """Further changes at single scales."""
     context: int = 4_096
-    """Tokens of context at the paper's scale; other scales have their own for it."""
+    """Tokens of context at the paper's scale of a run from initialisation; other scales have their own for it."""
     parent: str | None = None
     """The arm whose checkpoint it continues from; None starts from initialisation."""
     at: float = 0.5
@@ -106,20 +106,20 @@ ONE_BILLION = {
 
 SPEEDS = {
     # Updates that 124M does while ordinary attention does one, in pairs on an H200 (results/bench/update-*.json).
-    (4_096, "freeze"): {0.1: 1.0275594899232563, 0.25: 1.0810533293437499, 0.5: 1.181300651038013}
+    ("4k", "freeze"): {0.1: 1.0275594899232563, 0.25: 1.0810533293437499, 0.5: 1.181300651038013}
     | {0.75: 1.3005081503257414},
-    (4_096, "prune"): {0.1: 1.0454085708553393, 0.25: 1.1270054291743925, 0.5: 1.282733116486198}
+    ("4k", "prune"): {0.1: 1.0454085708553393, 0.25: 1.1270054291743925, 0.5: 1.282733116486198}
     | {0.75: 1.5184881841571478},
-    (8_192, "freeze"): {0.25: 1.09598793833239, 0.5: 1.255179336743242},
-    (8_192, "prune"): {0.25: 1.1765567611282242, 0.5: 1.3681039659710192},
-    (16_384, "freeze"): {0.25: 1.1445121501407156, 0.5: 1.3494597945837732, 0.75: 1.6422241495609335},
-    (16_384, "prune"): {0.25: 1.1997970191803033, 0.5: 1.5259132776130593, 0.75: 2.0680495946028756},
+    ("8k", "freeze"): {0.25: 1.09598793833239, 0.5: 1.255179336743242},
+    ("8k", "prune"): {0.25: 1.1765567611282242, 0.5: 1.3681039659710192},
+    ("16k", "freeze"): {0.25: 1.1445121501407156, 0.5: 1.3494597945837732, 0.75: 1.6422241495609335},
+    ("16k", "prune"): {0.25: 1.1997970191803033, 0.5: 1.5259132776130593, 0.75: 2.0680495946028756},
 }
 for _entry in read_json(Path(__file__).resolve().parents[1] / "results" / "bench" / "linear.json")["updates"]:
     # Heads frozen in linear time and the same heads pruned, measured in one run.
     for _kind in ("exponential", "pruned"):
         _speeds = {rate: _entry["speedups"].get(f"{name}% {_kind}") for name, rate in RATES.items()}
-        SPEEDS[_entry["length"], _kind] = {rate: speed for rate, speed in _speeds.items() if speed is not None}
+        SPEEDS[f"{_entry['length'] // 1024}k", _kind] = {rate: speed for rate, speed in _speeds.items() if speed}
 CHARGE_SECONDS = 28.3
 """Of an event and the compilation after it, in seconds of the paper's 187.65 minutes."""
 PAPER_SECONDS = 187.65 * 60
@@ -131,16 +131,19 @@ def speed(ratio: float, source: str, charge: float = 0.0) -> Settings:
     return {"match_speed": ratio, "match_speed_source": source, "match_charge_seconds": charge}
 
 
-def matched(context: int, operation: str | None, rate: float = 0.0) -> dict[str, Settings]:
-    """Return the settings of an arm at matched time, by scale.
+MORE_TOKENS = speed(1.06, "set for the exchange rate")
+SAME_SPEED = dict.fromkeys(("small", "smoke"), speed(1.0, "ordinary: its reference's speed"))
+"""By scale, of ordinary attention at matched time."""
 
-    `operation` is a kind of SPEEDS, None for ordinary attention. At the paper's scale an arm has the seconds that its
-    reference had left. Small runs are too short for a clock and get as many updates as the measured speed buys.
+
+def matched(k: str, kind: str, rate: float) -> dict[str, Settings]:
+    """Return the settings of an arm at matched time, by scale; `kind` is one of SPEEDS.
+
+    At the paper's scale an arm has the seconds that its reference had left. Small runs are too short for a clock and
+    get as many updates as the measured speed buys.
     """
-    if operation is None:
-        return dict.fromkeys(("small", "smoke"), speed(1.0, "ordinary: its reference's speed"))
-    card = "H200" if operation in ("freeze", "prune") else "H100"  # linear.json
-    small = speed(SPEEDS[context, operation][rate], f"124M on an {card}, measured in pairs", CHARGE_SECONDS)
+    card = "H200" if kind in ("freeze", "prune") else "H100"  # linear.json
+    small = speed(SPEEDS[k, kind][rate], f"124M on an {card}, measured in pairs", CHARGE_SECONDS)
     return {"small": small, "smoke": speed(1.25, "set for the smoke scale, not measured")}
 
 
@@ -155,47 +158,43 @@ def control_trunk(k: str) -> str:
 def _contexts() -> Iterator[Arm]:
     """Yield the arms of the main question at each context: frozen and pruned, at matched tokens and matched time."""
     for k, context in CONTEXTS.items():
-        at: Settings = {"context": context}
-        yield Arm(name=f"{k}-ordinary", **at)
-        if k == "4k":
-            yield Arm(name=control_trunk(k), scaled=CONTROLS, elsewhere="4k-ordinary", **at)
-        if k == "1k":
-            continue
+        yield Arm(name=f"{k}-ordinary", context=context)
+    yield Arm(name=control_trunk("4k"), scaled=CONTROLS, elsewhere="4k-ordinary")
+    for k in ("4k", "8k", "16k"):
         for name, rate in RATES.items():
-            if rate in SPEEDS[context, "freeze"]:
-                yield from _paired(k, context, name, rate)
-        timed: Settings = {**at, "parent": control_trunk(k), "match": control_trunk(k)}
-        yield Arm(name=f"{k}-ordinary-time", scaled=matched(context, None), **timed)
-        yield Arm(name=f"{k}-ordinary-time-reordered", scaled=matched(context, None), reseed=1_000, **timed)
-        yield Arm(name=f"{k}-ordinary-more", settings=speed(1.06, "set for the exchange rate"), **timed)
-        yield from _raw_clock(k, context)
+            if rate in SPEEDS[k, "freeze"]:
+                yield from _paired(k, name, rate)
+        timed: Settings = {"parent": control_trunk(k), "match": control_trunk(k)}
+        yield Arm(name=f"{k}-ordinary-time", scaled=SAME_SPEED, **timed)
+        yield Arm(name=f"{k}-ordinary-time-reordered", scaled=SAME_SPEED, reseed=1_000, **timed)
+        yield Arm(name=f"{k}-ordinary-more", settings=MORE_TOKENS, **timed)
+        yield from _raw_clock(k)
 
 
-def _paired(k: str, context: int, name: str, rate: float) -> Iterator[Arm]:
-    settings, frozen, pruned = freeze(rate), f"{k}-mean-{name}", f"{k}-pruned-{name}"
-    place: Settings = {"context": context, "parent": f"{k}-ordinary"}
-    control: Settings = {**place, "parent": control_trunk(k)}
-    timed: Settings = {**control, "match": control_trunk(k)}
-    yield Arm(name=frozen, settings=settings, **place)
-    yield Arm(name=pruned, settings=PRUNE, heads=frozen, **place)
-    yield Arm(name=f"{frozen}-control", settings=settings, scaled=STRICT, elsewhere=frozen, **control)
-    heads, scaled = f"{frozen}-control", HELD_OUT
-    yield Arm(name=f"{pruned}-control", settings=PRUNE, scaled=scaled, heads=heads, elsewhere=pruned, **control)
-    at_speed = matched(context, "freeze", rate)
-    yield Arm(name=f"{frozen}-time", settings=settings, scaled=merged(STRICT, at_speed), **timed)
-    scaled = merged(HELD_OUT, matched(context, "prune", rate))
-    yield Arm(name=f"{pruned}-time", settings=PRUNE, scaled=scaled, heads=f"{frozen}-time", **timed)
+def _paired(k: str, name: str, rate: float) -> Iterator[Arm]:
+    """Yield the arms of one rate, each at matched tokens, with the paper's controls, and at matched time."""
+    frozen, pruned, trunk = f"{k}-mean-{name}", f"{k}-pruned-{name}", control_trunk(k)
+    timed: Settings = {"parent": trunk, "match": trunk}
+    freezing, pruning = {"settings": freeze(rate)}, {"settings": PRUNE}
+    at_speed, when_pruned = matched(k, "freeze", rate), matched(k, "prune", rate)
+    yield Arm(name=frozen, parent=f"{k}-ordinary", **freezing)
+    yield Arm(name=pruned, parent=f"{k}-ordinary", heads=frozen, **pruning)
+    yield Arm(name=f"{frozen}-control", parent=trunk, scaled=STRICT, elsewhere=frozen, **freezing)
+    heads = f"{frozen}-control"
+    yield Arm(name=f"{pruned}-control", parent=trunk, scaled=HELD_OUT, heads=heads, elsewhere=pruned, **pruning)
+    yield Arm(name=f"{frozen}-time", scaled=merged(STRICT, at_speed), **freezing, **timed)
+    yield Arm(name=f"{pruned}-time", scaled=merged(HELD_OUT, when_pruned), heads=f"{frozen}-time", **pruning, **timed)
     if k == "4k" and name in ("25", "50"):
         random, settings = f"{k}-random-{name}", freeze(rate, **RANDOM)
-        yield Arm(name=random, settings=settings, scaled=HELD_OUT, **control)
+        yield Arm(name=random, settings=settings, scaled=HELD_OUT, parent=trunk)
         yield Arm(name=f"{random}-time", settings=settings, scaled=merged(HELD_OUT, at_speed), **timed)
 
 
-def _raw_clock(k: str, context: int) -> Iterator[Arm]:
+def _raw_clock(k: str) -> Iterator[Arm]:
     """Yield arms that are charged their own seconds as they are; half of a small run is shorter than compiling it."""
-    trunk = f"{k}-raw-reference"
-    yield Arm(name=trunk, context=context, scaled=merged(CONTROLS if k == "4k" else {}, {"small": {"compile": "off"}}))
-    timed: Settings = {"context": context, "parent": trunk, "match": trunk}
+    trunk, uncompiled = f"{k}-raw-reference", {"small": {"compile": "off"}}
+    yield Arm(name=trunk, context=CONTEXTS[k], scaled=merged(CONTROLS if k == "4k" else {}, uncompiled))
+    timed: Settings = {"parent": trunk, "match": trunk}
     yield Arm(name=f"{k}-ordinary-raw", **timed)
     for name in ("25", "50"):
         frozen = f"{k}-mean-{name}-raw"
@@ -223,28 +222,24 @@ def _exponential() -> Iterator[Arm]:
 def _answer() -> Iterator[Arm]:
     """Yield heads frozen in linear time and their controls, at matched tokens and at matched time."""
     for k in ("4k", "16k"):
+        timed: Settings = {"parent": control_trunk(k), "match": control_trunk(k)}
         for name in ("25", "50"):
             frozen, rate = f"{k}-exponential-{name}", RATES[name]
             settings = freeze(rate, storage="exponential")
-            random = freeze(rate, storage="exponential", **RANDOM)
-            yield from _timed(frozen, k, "exponential", rate, settings=settings)
-            yield from _timed(f"{frozen}-pruned", k, "pruned", rate, settings=PRUNE, heads=frozen)
-            yield from _timed(f"{k}-gate-taylor-{name}", k, "pruned", rate, settings=merged(GATES, freeze(rate)))
-            yield from _timed(f"{frozen}-random", k, "exponential", rate, settings=random)
-            yield from _timed(f"{frozen}-early", k, "exponential", rate, settings=settings, at=0.25)
+            kinds: dict[str, tuple[str, Settings]] = {
+                frozen: ("exponential", {"settings": settings}),
+                f"{frozen}-pruned": ("pruned", {"settings": PRUNE, "heads": frozen}),
+                f"{k}-gate-taylor-{name}": ("pruned", {"settings": merged(GATES, freeze(rate))}),
+                f"{frozen}-random": ("exponential", {"settings": merged(settings, {"freeze": RANDOM})}),
+                f"{frozen}-early": ("exponential", {"settings": settings, "at": 0.25}),
+            }
+            for arm, (kind, others) in kinds.items():
+                yield Arm(name=arm, parent=control_trunk(k), **others)
+                yield Arm(name=f"{arm}-time", scaled=matched(k, kind, rate), **timed, **others)
         # The seconds that they take themselves.
-        own: Settings = {"context": CONTEXTS[k], "parent": control_trunk(k), "match": control_trunk(k)}
-        yield Arm(name=f"{k}-ordinary-clock", **own)
-        yield Arm(name=f"{k}-exponential-50-clock", settings=freeze(0.5, storage="exponential"), **own)
-        yield Arm(name=f"{k}-exponential-50-pruned-clock", settings=PRUNE, heads=f"{k}-exponential-50", **own)
-
-
-def _timed(name: str, k: str, kind: str, rate: float, **others: Any) -> Iterator[Arm]:
-    """Yield an arm at matched tokens and, called NAME-time, at matched time."""
-    trunk, context = control_trunk(k), CONTEXTS[k]
-    yield Arm(name=name, context=context, parent=trunk, **others)
-    scaled = matched(context, kind, rate)
-    yield Arm(name=f"{name}-time", context=context, parent=trunk, match=trunk, scaled=scaled, **others)
+        yield Arm(name=f"{k}-ordinary-clock", **timed)
+        yield Arm(name=f"{k}-exponential-50-clock", settings=freeze(0.5, storage="exponential"), **timed)
+        yield Arm(name=f"{k}-exponential-50-pruned-clock", settings=PRUNE, heads=f"{k}-exponential-50", **timed)
 
 
 PEAK_RATES = {"3e-4": 3e-4, "6e-4": 6e-4, "1e-3": 1e-3, "2e-3": 2e-3, "3e-3": 3e-3}
@@ -263,14 +258,13 @@ def _peak_rates() -> Iterator[Arm]:
 
 def _moments() -> Iterator[Arm]:
     """Yield a quarter of the heads frozen at other moments, with the mean pattern and with random ones."""
+    settings, trunk, early = freeze(0.25), control_trunk("4k"), "4k-mean-25-at-25"
     for at in (0.25, 0.4, 0.6, 0.75, 1.0):
-        name, end = f"4k-mean-25-at-{percent(at)}", percent(at)
-        yield Arm(name=name, settings=freeze(0.25), parent="4k-ordinary", at=at)
-        if at == 0.25:
-            control: Settings = {"scaled": STRICT, "parent": control_trunk("4k"), "elsewhere": name}
-            yield Arm(name=f"{name}-control", settings=freeze(0.25), at=at, **control)
-        settings = freeze(0.25, pattern="structured_random")
-        yield Arm(name=f"4k-structured-random-25-at-{end}", settings=settings, parent="4k-ordinary", at=at)
+        place: Settings = {"parent": "4k-ordinary", "at": at}
+        random = freeze(0.25, pattern="structured_random")
+        yield Arm(name=f"4k-mean-25-at-{percent(at)}", settings=settings, **place)
+        yield Arm(name=f"4k-structured-random-25-at-{percent(at)}", settings=random, **place)
+    yield Arm(name=f"{early}-control", settings=settings, at=0.25, scaled=STRICT, parent=trunk, elsewhere=early)
 
 
 PATTERNS: dict[str, Settings] = {
@@ -336,15 +330,16 @@ def tracked(k: str, score: str, rate: float) -> str:
 def _scores() -> Iterator[Arm]:
     """Yield arms by other scores: they branch off a trunk that keeps the average which gradient scores read."""
     for k, context in CONTEXTS.items():
-        place: Settings = {"context": context, "parent": f"{k}-tracked-ordinary"}
-        yield Arm(name=place["parent"], context=context, settings={"track_gradients": True})
+        trunk = f"{k}-tracked-ordinary"
+        yield Arm(name=trunk, context=context, settings={"track_gradients": True})
         scores = {"1k": GRADIENT_SCORES, "4k": (*SCORES, *GRADIENT_SCORES)}.get(k, ("forward_kl",))
         # Where the paper has gradient scores, at 1K, its patterns are whole.
         stored = {"storage": "dense"} if k == "1k" else {}
         for rate in (0.25, 0.5) if k != "1k" else (0.25,):
-            yield Arm(name=tracked(k, "variance", rate), settings=freeze(rate, **stored), **place)
+            yield Arm(name=tracked(k, "variance", rate), parent=trunk, settings=freeze(rate, **stored))
             for score in scores:
-                yield Arm(name=tracked(k, score, rate), settings=freeze(rate, score=score, **stored), **place)
+                settings = freeze(rate, score=score, **stored)
+                yield Arm(name=tracked(k, score, rate), parent=trunk, settings=settings)
 
 
 HALF_PAPER = {"paper": {"freeze": {"max_per_layer": 6}}}
@@ -393,17 +388,17 @@ LATER_ARMS: dict[str, Settings] = {
 def _later() -> Iterator[Arm]:
     """Yield half as many updates again on top of a full run, frozen or pruned before them."""
     place: Settings = {"parent": control_trunk("4k"), "at": 1.0, "more": 0.5}
-    operations = {"ordinary": None, "mean-25": "freeze"}
     for end in ("", "-time"):
         for name, settings in LATER_ARMS.items():
-            speeds = matched(4_096, operations.get(name, "prune"), 0.25) if end else {}
+            kind = "freeze" if name == "mean-25" else "prune"
+            speeds = {} if not end else SAME_SPEED if name == "ordinary" else matched("4k", kind, 0.25)
             yield Arm(
                 **{"name": f"later-{name}{end}", "settings": {**LATER, **settings}, **place},
                 match="later-ordinary" if end else None,
                 heads="later-mean-25" if name == "pruned-25" else None,
                 scaled=merged(LATER_SCALED, HELD_OUT if settings else {}, speeds),
             )
-    more = {**LATER, **speed(1.06, "set for the exchange rate")}
+    more = {**LATER, **MORE_TOKENS}
     yield Arm(name="later-ordinary-more", settings=more, scaled=LATER_SCALED, match="later-ordinary", **place)
     yield Arm(
         name="pruned-from-start",
@@ -417,10 +412,10 @@ def _later() -> Iterator[Arm]:
 def _one_billion() -> Iterator[Arm]:
     """Yield the arms of 1B, which other scales have at their own size."""
     yield Arm(name="1b-ordinary", context=8_192, scaled={"paper": ONE_BILLION}, elsewhere="8k-ordinary")
-    place: Settings = {"context": 8_192, "parent": "1b-ordinary"}
     for name in ("25", "50"):
-        yield Arm(name=f"1b-mean-{name}", settings=freeze(RATES[name]), elsewhere=f"8k-mean-{name}", **place)
-    yield Arm(name="1b-gate-taylor-25", settings=GATES, **place)
+        settings, elsewhere = freeze(RATES[name]), f"8k-mean-{name}"
+        yield Arm(name=f"1b-mean-{name}", parent="1b-ordinary", settings=settings, elsewhere=elsewhere)
+    yield Arm(name="1b-gate-taylor-25", parent="1b-ordinary", settings=GATES)
 
 
 # --- finetuning
@@ -487,7 +482,7 @@ def _downstream() -> Iterator[Arm]:
     """Yield finetuning on questions: one checkpoint of each arm with three seeds, but where said otherwise."""
     for title, (task, k, own) in DOWNSTREAM.items():
         parents = {model: f"{k}-{model}" for model in ("ordinary", "mean-25", "mean-50")}
-        yield from _tuned(f"downstream-{title}", parents, task, own, varies="task", context=CONTEXTS[k])
+        yield from _tuned(f"downstream-{title}", parents, task, own, varies="task")
     schedules = {
         "one-time": {"name": "one_time", "at": 0.5},
         "train-loss": {"name": "train_loss"},
@@ -508,7 +503,7 @@ def _downstream() -> Iterator[Arm]:
     }
     parents = {model: f"1b-{model}" for model in ("ordinary", "mean-25", "gate-taylor-25", "mean-50")}
     for task, own in billion.items():
-        yield from _tuned(f"1b-{task}", parents, task, own, varies="task", context=8_192)
+        yield from _tuned(f"1b-{task}", parents, task, own, varies="task")
 
 
 def _pruning_downstream() -> Iterator[Arm]:
