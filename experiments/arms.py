@@ -132,7 +132,7 @@ def speed(ratio: float, source: str, charge: float = 0.0) -> Settings:
 
 
 MORE_TOKENS = speed(1.06, "set for the exchange rate")
-SAME_SPEED = dict.fromkeys(("small", "smoke"), speed(1.0, "ordinary: its reference's speed"))
+SAME_SPEED: dict[str, Settings] = {name: speed(1.0, "ordinary: its reference's speed") for name in ("small", "smoke")}
 """By scale, of ordinary attention at matched time."""
 
 
@@ -168,14 +168,14 @@ def _contexts() -> Iterator[Arm]:
         yield Arm(name=f"{k}-ordinary-time", scaled=SAME_SPEED, **timed)
         yield Arm(name=f"{k}-ordinary-time-reordered", scaled=SAME_SPEED, reseed=1_000, **timed)
         yield Arm(name=f"{k}-ordinary-more", settings=MORE_TOKENS, **timed)
-        yield from _raw_clock(k)
 
 
 def _paired(k: str, name: str, rate: float) -> Iterator[Arm]:
     """Yield the arms of one rate, each at matched tokens, with the paper's controls, and at matched time."""
     frozen, pruned, trunk = f"{k}-mean-{name}", f"{k}-pruned-{name}", control_trunk(k)
     timed: Settings = {"parent": trunk, "match": trunk}
-    freezing, pruning = {"settings": freeze(rate)}, {"settings": PRUNE}
+    freezing: dict[str, Any] = {"settings": freeze(rate)}
+    pruning: dict[str, Any] = {"settings": PRUNE}
     at_speed, when_pruned = matched(k, "freeze", rate), matched(k, "prune", rate)
     yield Arm(name=frozen, parent=f"{k}-ordinary", **freezing)
     yield Arm(name=pruned, parent=f"{k}-ordinary", heads=frozen, **pruning)
@@ -188,18 +188,6 @@ def _paired(k: str, name: str, rate: float) -> Iterator[Arm]:
         random, settings = f"{k}-random-{name}", freeze(rate, **RANDOM)
         yield Arm(name=random, settings=settings, scaled=HELD_OUT, parent=trunk)
         yield Arm(name=f"{random}-time", settings=settings, scaled=merged(HELD_OUT, at_speed), **timed)
-
-
-def _raw_clock(k: str) -> Iterator[Arm]:
-    """Yield arms that are charged their own seconds as they are; half of a small run is shorter than compiling it."""
-    trunk, uncompiled = f"{k}-raw-reference", {"small": {"compile": "off"}}
-    yield Arm(name=trunk, context=CONTEXTS[k], scaled=merged(CONTROLS if k == "4k" else {}, uncompiled))
-    timed: Settings = {"parent": trunk, "match": trunk}
-    yield Arm(name=f"{k}-ordinary-raw", **timed)
-    for name in ("25", "50"):
-        frozen = f"{k}-mean-{name}-raw"
-        yield Arm(name=frozen, settings=freeze(RATES[name]), scaled=STRICT, **timed)
-        yield Arm(name=f"{k}-pruned-{name}-raw", settings=PRUNE, scaled=HELD_OUT, heads=frozen, **timed)
 
 
 EXPONENTIAL: dict[str, Settings] = {

@@ -105,11 +105,12 @@ class Recipe:
         """Return the arms that are run at a scale, without those that they need."""
         if scale == "smoke" and self.smoke is not None:
             return self.smoke
+        retired = {row.arm for row in self.rows if row.retired}
         rows = [row for row in self.rows if not row.retired]
         named = [name.partition("@")[0] for row in rows for name in (row.arm, row.reference, row.against) if name]
         named += [name for row in rows for name in row.companions.values()]
         named += [name for each in self.measurements for name in each.arms(scale)]
-        return tuple(dict.fromkeys(named))
+        return tuple(name for name in dict.fromkeys(named) if name not in retired)
 
 
 @cache

@@ -353,8 +353,8 @@ class RecipeTable:
         rows, metrics = (self._headline(), self.recipe.headline) if headline else (self.ran(), self.recipe.metrics)
         labels, columns = pd.Index([row.label for row in rows], name="arm"), {}
         cells = {metric: self.summary.xs(metric, level="metric").loc[labels] for metric in metrics}
-        seeds = pd.DataFrame({metric: each["seeds"] for metric, each in cells.items()}, index=labels)
-        most, mixed = seeds.max(axis=1), seeds.where(seeds > 0).stack().nunique() > 1
+        seeds: Any = pd.DataFrame({metric: each["seeds"] for metric, each in cells.items()}, index=labels)
+        most, mixed = seeds.max(axis=1), len({*seeds.to_numpy().flatten()} - {0}) > 1
         if mixed:
             columns["n"] = most.astype(str)
         for metric, each in cells.items():
@@ -481,7 +481,7 @@ def terminal(table: pd.DataFrame) -> str:
     return "\n\n".join(_plain(table[part]) for part in parts)
 
 
-def _plain(table: pd.DataFrame) -> str:
+def _plain(table: Any) -> str:
     """Return the rows of a table that have a number as plain text, names to the left, numbers to the right."""
     table = table[(table != MISSING).any(axis=1)]
     columns = [_column(str(title), cells) for title, cells in table.items()]

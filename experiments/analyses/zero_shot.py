@@ -1,7 +1,7 @@
 """Trained models whose heads are frozen or pruned: accuracy on zero-shot tasks and perplexity (paper, on Qwen3-4B).
 
 Each arm opens the model anew, freezes heads by a score at a rate, and is measured at once and, with --heal, again after
-healing. Or models that were frozen elsewhere are measured as they are.
+healing.
 """
 
 import itertools
@@ -66,8 +66,6 @@ class ZeroShot(Computing):
     kind = "zero-shot"
     model: tyro.conf.Positional[Path]
     """A checkpoint (step-N), a run, a folder of saf.save, or a model of transformers: its folder or hub name."""
-    frozen: tuple[Path, ...] = ()
-    """Models frozen elsewhere, which answer as they are; nothing is frozen here then."""
     data: Path | None = None
     """Text for calibration: a data folder prepared with the model's tokenizer, or a file of text."""
     tasks: tuple[TaskName, ...] = tuple(ZERO_SHOT)
@@ -110,37 +108,36 @@ class ZeroShot(Computing):
 
     def measure(self) -> dict[str, Any]:
         """Return the record; raise InputError if the arms to continue are of another model, data or settings."""
-        if self.arms and (self.out is None or self.frozen):
-            raise InputError("--arms are of a record to continue; give --out, and not --frozen")
+        if self.arms and self.out is None:
+            raise InputError("--arms are of a record to continue; give --out")
         names = ("ordinary", *self.plan)
         for name in self.arms:
             check_name("--arms", name, names)
         if self.tasks:
             from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
-        opened, others = self.open(self.model), [self.open(path) for path in self.frozen]
-        study = Study(self, self._head(opened, others))
+        opened = self.open()
+        study = Study(self, self._head(opened))
         ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})
-        if others:
-            return _record(ordinary, [study.frozen_elsewhere(*each) for each in enumerate(others, 1)])
         pieces = {name: study.arm(name) for name in self.plan if not self.arms or name in self.arms or study.has(name)}
         missing = [name for name in self.plan if name not in pieces]
         record = _record(ordinary, [piece for piece in pieces.values() if piece is not None])
         return {**record, "missing": missing} if missing else record
 
-    def _head(self, opened: OpenedModel, others: Sequence[OpenedModel]) -> dict[str, Any]:
+    def _head(self, opened: OpenedModel) -> dict[str, Any]:
         """Return what the record begins with: its header, then model, longest input, precision and eligible heads."""
-        precision, *further = (precision_in_use(each.model, self.precision) for each in (opened, *others))
-        if set(further) - {precision}:
-            raise InputError(f"models must answer in one precision, got {precision}, {further}; give --precision fp32")
-        hashes = {"model": opened.source.hash} | {f"frozen {n}": each.source.hash for n, each in enumerate(others)}
         data = {name: text.fingerprint for name, text in self.texts(opened).items()}
-        head = self.header(device=device_name(pick_device(self.device)), checkpoints=hashes, data=data)
+        device, hashes = device_name(pick_device(self.device)), {"model": opened.source.hash}
+        head = self.header(device=device, checkpoints=hashes, data=data)
         del head["settings"]["arms"]
         eligible = len(measurable_heads(adapter_for(opened.model)))
-        if not others:
-            check_rates(self.rates, eligible)
-        longest = min([self.length or min(LENGTH, opened.longest), *(other.longest for other in others)])
-        return {**head, "model": str(opened.folder), "length": longest, "precision": precision, "eligible": eligible}
+        check_rates(self.rates, eligible)
+        return {
+            **head,
+            "model": str(opened.folder),
+            "length": self.length or min(LENGTH, opened.longest),
+            "precision": precision_in_use(opened.model, self.precision),
+            "eligible": eligible,
+        }
 
     @cached_property
     def plan(self) -> dict[str, tuple[str, float, str | None]]:
@@ -154,10 +151,9 @@ class ZeroShot(Computing):
                 arms[f"{control} {percent(rate)}"] = control, rate, title
         return arms
 
-    def open(self, path: Path) -> OpenedModel:
-        """Open a model; the one that heads are frozen in comes with its data."""
-        needs_data = path == self.model and not self.frozen
-        return open_model(path, self.data, self.device, precision=self.precision, needs_data=needs_data)
+    def open(self) -> OpenedModel:
+        """Open the model anew."""
+        return open_model(self.model, self.data, self.device, precision=self.precision)
 
     def texts(self, opened: OpenedModel) -> dict[str, TokenData]:
         """Return the model's text and, where there is one, the other, which its tokenizer reads."""
@@ -186,8 +182,7 @@ class ZeroShot(Computing):
             parts += [Table.of("Accuracy, %", ["task", *columns], rows), _changes_table(record)]
         if record["ordinary"]["texts"] or "healed" in record["ordinary"]:
             parts.append(_texts_table(record))
-        if any(arm["score"] is not None for arm in arms):
-            parts.append(_heads_table(record))
+        parts.append(_heads_table(record))
         if labelled := [name for name, task in tasks.items() if task["labels"]]:
             rights = (counts_text(tasks[name]["answers"], tasks[name]["labels"]) for name in labelled)
             rows = [["right answers", *rights]]
@@ -202,7 +197,7 @@ class ZeroShot(Computing):
         record, *_ = records
         groups: dict[str, list[Record]] = {}
         for arm in record["arms"]:
-            groups.setdefault(arm["score"] or arm["name"], []).append(arm)
+            groups.setdefault(arm["score"], []).append(arm)
         tasks = record["ordinary"]["tasks"]
         drawn, axes = subplots(-(-(len(tasks) + 1) // 3), 3)
         scores = [group for group in groups if not group.endswith(tuple(STYLES))]
@@ -274,19 +269,11 @@ class Study:
             event = {"heads": tuple(map(tuple, heads)), "storage": "exponential", "max_fit_kl": 10.0}
 
         def measure() -> dict[str, Any]:
-            opened = self.settings.open(self.settings.model)
+            opened = self.settings.open()
             report = self._freeze(opened, FreezeConfig(**event), title)
             return {"facts": _facts(report, score, rate, self.head["eligible"]), "states": self.states(opened, title)}
 
         return self.piece(title, measure)
-
-    def frozen_elsewhere(self, number: int, other: OpenedModel) -> dict[str, Any]:
-        heads = adapter_for(other.model).heads("frozen")
-        share = len(heads) / self.head["eligible"]
-        name = f"model {number}, {percent(share)} frozen"
-        facts = {"name": name, "path": str(other.folder), "heads": heads.to_list()}
-        facts |= {"score": None, "rate": None, "share": share}
-        return self.piece(name, lambda: {"facts": facts, "states": self.states(other, name)})
 
     def _freeze(self, opened: OpenedModel, config: FreezeConfig, title: str) -> FreezeReport:
         count, seed, data = self.settings.sequences, self.settings.calibration_seed, opened.data

@@ -56,7 +56,7 @@ def test_an_arm_of_two_recipes_is_run_once_and_a_second_command_makes_nothing(in
 
 
 def test_a_branch_begins_with_its_parents_checkpoint_but_waits_for_the_run_whose_time_it_gets(tmp_path):
-    frozen, timed = ("4k-mean-25", 1337), ("4k-mean-25-raw", 1337)
+    frozen, timed = ("4k-mean-25", 1337), ("4k-exponential-50-clock", 1337)
     runs = plan([frozen, timed], scale_named("small-75M"), tmp_path)
     missing = runs.keys()
     assert not runs[frozen].can_begin(missing)
