@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -141,19 +141,10 @@ def evaluate_perplexity(
     Raises InputError for a setting out of range or "fp32" for narrower weights, DataError for less than one window or
     token ids that the model does not have, DivergenceError for a log-probability that is not finite.
     """
-    language, device = language_model(model), language_model(model).device
-    length = _window_length(language, data, length)
+    length = _window_length(model, data, length)
     windows = sequential_windows(data.tokens(partition), length, limit)
     windows = windows if bos is None else begun_with(windows, bos)
-    batches, ran_in = windows.split(batch_size), precision_in_use(model, precision)
-
-    def log_probs_of(batch: Tensor) -> Tensor:
-        batch = batch.to(device)
-        return language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
-
-    sizes = list(map(len, batches))
-    parts = run_batches(model, log_probs_of, batches, precision=precision, sizes=sizes, progress=progress)
-    log_probs = torch.cat(parts)
+    log_probs = _log_probs(model, windows.split(batch_size), precision=precision, progress=progress)
     loss = -float(log_probs.mean(dtype=torch.float64))
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss on partition {partition!r} is {loss}: the model's outputs are not finite")
@@ -164,7 +155,7 @@ def evaluate_perplexity(
         "tokens": log_probs.numel(),
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 709.78 else math.inf,  # the largest float is exp(709.78...)
-        "precision": ran_in,
+        "precision": precision_in_use(model, precision),
         "bos": bos,
         "by_position": losses_by_position(log_probs),
         "data_fingerprint": data.fingerprint,
@@ -174,10 +165,11 @@ def evaluate_perplexity(
         return record
     settings = {"partition": partition, "length": length, "batch_size": batch_size, "limit": limit}
     settings |= {"precision": precision, "bos": bos}
+    device = device_name(language_model(model).device)
 
     def write() -> dict[str, Any]:
         origin = {"checkpoints": checkpoints, "data": {partition: data.fingerprint}}
-        header = result_header("evaluation", settings, device=device_name(device), **origin)
+        header = result_header("evaluation", settings, device=device, **origin)
         written = {**header, **record, "of": model_facts(model)}
         written["log_probs_sha256"] = write_losses(Path(out), log_probs, tokens=tokens)
         write_json(Path(out) / EVALUATION, written)
@@ -186,9 +178,24 @@ def evaluate_perplexity(
     return on_rank0(write)
 
 
-def _window_length(language: Any, data: TokenData, length: int | None) -> int:
+def _log_probs(
+    model: nn.Module, batches: Sequence[Tensor], *, precision: str, progress: Progress | None = None
+) -> Tensor:
+    """Return the log-probability of every target of batches of windows `[B, length + 1]`, `[windows, length]`."""
+    precision_in_use(model, precision)  # which refuses a precision before the work
+    language = language_model(model)
+
+    def run(batch: Tensor) -> Tensor:
+        batch = batch.to(language.device)
+        return language.token_log_probs(batch[:, :-1], batch[:, 1:]).float().cpu()
+
+    sizes = list(map(len, batches))
+    return torch.cat(run_batches(model, run, batches, precision=precision, sizes=sizes, progress=progress))
+
+
+def _window_length(model: nn.Module, data: TokenData, length: int | None) -> int:
     """Return the window length; raise where the model cannot take it, or tokens of the data."""
-    longest, vocabulary = language.max_length, language.vocab_size
+    longest, vocabulary = language_model(model).max_length, language_model(model).vocab_size
     if (length := longest if length is None else length) is None:
         raise InputError("length must be set: the model has no maximum of its own")
     if longest is not None and length > longest:
