@@ -1,8 +1,9 @@
 """`calibrate` measures the attention of a model in one exact pass over sequences, Eqs. (1), (2) and (S.4).
 
-It drives a file a step: sequences.py reads the batches; capture.py plans the memory, runs the model and holds queries
-and keys of some layers; measure.py, or the Triton kernels.py, sums the statistics of a layer, never a T x T array.
-score_inputs.py measures what else scores read.
+The files in the order of a calibration: sequences.py reads the batches once; capture.py plans how many layers' queries
+and keys memory holds, runs the model and copies them; measure.py sums a layer's statistics over strips of query rows,
+kernels.py (Triton) over tiles. Both are exact, and no T x T array exists but those of `calibrate(collect=...)`, which a
+`Collector` fills from the strips. score_inputs.py measures what else scores read.
 """
 
 from collections.abc import Callable, Iterable, Sequence

@@ -69,11 +69,11 @@ def measure_by_kernel(
         entropy += (normaliser.log2() - plogp / normaliser).sum(-1)
         weight = 1 / _middle(normaliser, config.block_m)
         etas[0, :, :length] += (sums.columns * weight[..., None]).sum(1)
-        by_turn = (sums.diagonals * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_k]
-        # Turn k of place p holds the distances from (p + k - R) * block_k on; negative ones are empty.
-        by_distance = by_turn.new_zeros(heads, band.stop * ratio + ratio + 1, config.block_k)
+        diagonals = (sums.diagonals * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_k]
+        # Entry (k, p) holds the sums of block_k distances, from (p + k - R) * block_k on; negative ones are empty.
+        by_distance = diagonals.new_zeros(heads, band.stop * ratio + ratio + 1, config.block_k)
         for turn in range(ratio + 1):
-            by_distance[:, turn : turn + band.stop * ratio] += by_turn[:, turn]
+            by_distance[:, turn : turn + band.stop * ratio] += diagonals[:, turn]
         etas[1, :, : band.stop * config.block_m] += by_distance[:, ratio:-1].flatten(1)
     return LayerStatistics(
         variance=scores[0] / (max(count - 1, 1) * length**2),  # Eq. (1)
@@ -268,8 +268,8 @@ def _products(
 
 
 @triton.jit
-def _place(t, first, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
-    """Find row and key block of tile t from row block `first` on: on the diagonal, or else wholly below it."""
+def _blocks_of_tile(t, first, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
+    """Return row and key block of tile t, from row block `first` on: on the diagonal, or else wholly below it."""
     if DIAGONAL:
         i_m = first + t // RATIO
         i_k = first * RATIO + t
@@ -347,7 +347,7 @@ def tile_kernel(
     RATIO: tl.constexpr = BM // BK
     t = tl.program_id(0)
     i_h = tl.program_id(1).to(tl.int64)
-    i_m, i_k = _place(t, first, DIAGONAL, RATIO)
+    i_m, i_k = _blocks_of_tile(t, first, DIAGONAL, RATIO)
     m0 = i_m * BM
     k0 = i_k * BK
     o_m = m0 + tl.arange(0, BM)
