@@ -144,6 +144,7 @@ def evaluate_perplexity(
     length = _window_length(model, data, length)
     windows = sequential_windows(data.tokens(partition), length, limit)
     windows = windows if bos is None else begun_with(windows, bos)
+    ran_in = precision_in_use(model, precision)  # which refuses one before the work
     log_probs = _log_probs(model, windows.split(batch_size), precision=precision, progress=progress)
     loss = -float(log_probs.mean(dtype=torch.float64))
     if not math.isfinite(loss):
@@ -155,7 +156,7 @@ def evaluate_perplexity(
         "tokens": log_probs.numel(),
         "loss": loss,
         "perplexity": math.exp(loss) if loss < 709.78 else math.inf,  # the largest float is exp(709.78...)
-        "precision": precision_in_use(model, precision),
+        "precision": ran_in,
         "bos": bos,
         "by_position": losses_by_position(log_probs),
         "data_fingerprint": data.fingerprint,
@@ -182,7 +183,6 @@ def _log_probs(
     model: nn.Module, batches: Sequence[Tensor], *, precision: str, progress: Progress | None = None
 ) -> Tensor:
     """Return the log-probability of every target of batches of windows `[B, length + 1]`, `[windows, length]`."""
-    precision_in_use(model, precision)  # which refuses a precision before the work
     language = language_model(model)
 
     def run(batch: Tensor) -> Tensor:

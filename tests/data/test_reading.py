@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from saf.data import TextData, prepare, train_bpe
+from saf.data import prepare
 from saf.data.reading import Source
 from saf.errors import DataError
 from tests.data.conftest import lines, partition_documents
@@ -143,10 +143,3 @@ def test_pythons_own_text_is_the_same_each_time(tmp_path):
     first, again = (prepare("python", tmp_path / name, **options) for name in "ab")
     assert first.fingerprint == again.fingerprint
     assert first.index["sources"][0]["bytes"] >= 100_000
-
-
-def test_text_for_a_measurement_needs_no_folder(tmp_path):
-    (tmp_path / "a.txt").write_bytes(BOM + FLAT[0].encode())
-    tokenizer = train_bpe(ROWS, vocab_size=300)
-    data = TextData(tmp_path / "a.txt", tokenizer)
-    assert list(data.tokens("report")) == [*tokenizer.encode(FLAT[0]), tokenizer.eot_id]
