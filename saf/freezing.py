@@ -7,7 +7,7 @@ saf/freeze_report.py, the cost of heads in saf/heldout.py.
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -154,8 +154,7 @@ def freeze_(
         # Past the paper: measure what they cost, and refuse it where that is too much and no training follows.
         by_default = "train" if optimizer is not None else "warn" if heldout is None else "refuse"
         on_rise = {None: by_default, True: "accept", False: "refuse"}[accept_loss]
-        with timer("loss") if reporting is not None else nullcontext():
-            loss, worst = _cost(model, heads, reporting, trial, on_rise)
+        loss, worst = _cost(model, heads, reporting, trial, on_rise, timer)
 
         in_all = {kind: len(adapter.heads(kind)) for kind in EDITED}
         in_all[config.kind] += len(heads)
@@ -385,7 +384,7 @@ def _trial(
 
 
 def _cost(
-    model: nn.Module, heads: HeadSet, text: Any, trial: Trial, on_rise: str
+    model: nn.Module, heads: HeadSet, text: Any, trial: Trial, on_rise: str, timer: Stopwatch
 ) -> tuple[LossChange | None, tuple[int, float] | None]:
     """Return the loss before and after, and the worst layer of a rise beyond the limit that no training follows.
 
@@ -393,10 +392,12 @@ def _cost(
     """
     if text is None:
         return None, None
-    loss = LossChange.measure(model, text, trial(heads))
-    if not len(heads) or on_rise == "train" or loss.rise <= MAX_RISE:  # a rise that is NaN is never within the limit
-        return loss, None
-    layer, alone = worst_layer(model, heads, text, trial)
+    with timer("loss"):
+        loss = LossChange.measure(model, text, trial(heads))
+        # A rise that is NaN is never within the limit.
+        if not len(heads) or on_rise == "train" or loss.rise <= MAX_RISE:
+            return loss, None
+        layer, alone = worst_layer(model, heads, text, trial)
     advice = (
         f"layer {layer} costs most (its {len(heads.in_layer(layer))} heads alone {alone:.1%}); freeze fewer there, "
         "choose heads by joint cost (budget=0.01)"
