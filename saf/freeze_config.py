@@ -1,7 +1,7 @@
 """`FreezeConfig` holds the settings of one event; `head_order` is the order in which it tries a model's heads."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -132,19 +132,23 @@ class FreezeConfig:
                 raise InputError(f"{name} must be at least {least}, got {number}")
         self._check_effects()
 
+    def _idle(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield the settings that others leave without effect, after the reason."""
+        if self.operation == "prune":
+            yield "pruned heads have no patterns", _OF_PATTERNS
+        if self.jointly:
+            yield "heads are chosen by their joint cost", _NAMING
+        if unfitted := unfitted_reason(self.storage, self.pattern):
+            yield f"{unfitted}, and nothing is fitted", _OF_FITS
+        for by, names in _IDLE.items():
+            if getattr(self, by) is not None:
+                yield f"{by} sets which heads are chosen", names
+
     def _check_effects(self) -> None:
-        """Raise InputError for settings that others leave without effect, or contradict."""
-        unfitted = unfitted_reason(self.storage, self.pattern)
-        idle = [
-            (self.operation == "prune", "pruned heads have no patterns", _OF_PATTERNS),
-            (self.jointly, "heads are chosen by their joint cost", _NAMING),
-            (unfitted is not None, f"{unfitted}, and nothing is fitted", _OF_FITS),
-        ]
-        idle += [(getattr(self, by) is not None, f"{by} sets which heads are chosen", _IDLE[by]) for by in _IDLE]
+        """Raise InputError for settings without effect, or that contradict each other."""
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
-        for applies, reason, names in idle:
-            changed = [name for name in names if getattr(self, name) != defaults[name]]
-            if applies and changed:
+        for reason, names in self._idle():
+            if changed := [name for name in names if getattr(self, name) != defaults[name]]:
                 raise InputError(f"{reason}: leave {' and '.join(changed)} out")
         if self.match is not None and self.match == self.score:
             raise InputError(f"match has no effect where heads are chosen by {self.match!r} anyway; leave it out")
