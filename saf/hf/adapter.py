@@ -123,12 +123,16 @@ class TransformersAdapter(TransformersModel, Adapter):
     def use_saf_attention(self) -> None:
         self._use_attention(NAME)
 
+    def _use_attention(self, name: str) -> None:
+        if self.model.config._attn_implementation != name:
+            self.model.set_attn_implementation(name)
+
     def attention_settings(self) -> dict[str, Any]:
         values = self.model.config.to_dict()
         return json.loads(json.dumps({name: values[name] for name in self.family.settings if name in values}))
 
     def record_event(self, event: dict[str, Any]) -> None:
-        if (entry := config_entry(self.model.config)) is not None:
+        if entry := config_entry(self.model.config):
             entry["events"].append(event)
 
     def check_attention(self) -> None:
@@ -152,6 +156,8 @@ class TransformersAdapter(TransformersModel, Adapter):
 
         The configuration names the function and may be shared with other models, so this one gets its own copy.
         """
+        from saf.hf.pretrained import patch_pretrained
+
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
         original = next((state.original_function for state in states if state.original_function is not None), None)
         if not all(state.layout.ordinary for state in states):
@@ -160,9 +166,10 @@ class TransformersAdapter(TransformersModel, Adapter):
             for state in states:
                 state.original_function = original or self.model.config._attn_implementation
             self.use_saf_attention()
+            self._write_config_entry()
             if hasattr(type(self.model), "generate"):
                 self.model.create_masks_for_generate = mask_for_generation
-            self._write_config_entry()
+            patch_pretrained()
         elif original is not None:
             for state in states:
                 state.original_function = None
@@ -178,18 +185,10 @@ class TransformersAdapter(TransformersModel, Adapter):
 
     def _write_config_entry(self) -> None:
         """Write `config.saf` where it is missing, and the number of positions that all patterns cover into it."""
-        from saf.hf.pretrained import patch_pretrained
-
         if config_entry(self.model.config) is None:
             self.model.config.saf = {"schema": SCHEMA, "open_with": OPENS, "events": []}
         covered = [heads.max_length for heads in self.model.modules() if isinstance(heads, FrozenHeads)]
         self.model.config.saf["max_length"] = min(covered, default=None)
-        patch_pretrained()
-
-    def _use_attention(self, name: str) -> None:
-        """Set the model's attention function by its name in transformers."""
-        if self.model.config._attn_implementation != name:
-            self.model.set_attn_implementation(name)
 
 
 class TransformersSite(Site):

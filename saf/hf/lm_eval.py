@@ -121,11 +121,10 @@ class ExactLengthModel(TemplateLM):
         self.cut.add(text)
         return Continuation(request.context[len(request.inputs) - self.longest :], request.tokens)
 
-    def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
-        raise UnsupportedError("perplexity over rolling windows is not measured here; use `saf evaluate --data`")
+    def loglikelihood_rolling(self, *_: Any, **__: Any) -> Any:
+        raise UnsupportedError("tasks must have choices; perplexity is measured by `saf evaluate --data`")
 
-    def generate_until(self, requests: Any, disable_tqdm: bool = False) -> list[str]:
-        raise UnsupportedError("tasks must have choices; those that generate text cannot be answered")
+    generate_until = loglikelihood_rolling
 
 
 def _tasks(

@@ -69,7 +69,7 @@ def test_documents_longer_than_a_window_are_refused(shape):
     assert model(ids[:, :LENGTH], position_ids=torch.arange(LENGTH)[None], use_cache=False).logits.isfinite().all()
 
 
-def test_what_packing_cannot_stand_beside_raises_before_a_layer_has_attended(shape):
+def test_a_mask_or_a_cache_with_packed_documents_raises_before_a_layer_has_attended(shape):
     model, (ids, positions) = make(shape), packed()
     freeze(model)
     reached = []
@@ -86,6 +86,6 @@ def test_what_packing_cannot_stand_beside_raises_before_a_layer_has_attended(sha
     assert not reached
     whole = torch.tensor([0, 20])
     assert model(ids[:1, :20], cu_seq_lens_q=whole, use_cache=False).logits.numel()
-    apart = torch.cat([torch.arange(4), torch.arange(5), torch.arange(11)])[None]
+    restarting = torch.cat([torch.arange(4), torch.arange(5), torch.arange(11)])[None]
     if not shape.startswith("gemma"):
-        assert model(ids[:1, :20], position_ids=apart, cu_seq_lens_q=boundaries, use_cache=False).logits.numel()
+        assert model(ids[:1, :20], position_ids=restarting, cu_seq_lens_q=boundaries, use_cache=False).logits.numel()

@@ -232,23 +232,14 @@ def test_masks_and_functions_that_frozen_heads_cannot_follow_are_refused(shape):
         assert torch.equal(model(ids, use_cache=False).logits, plain)
 
 
-def other_function(model):
-    transformers.AttentionInterface.register("doubled", lambda *args, **options: None)
-    model.set_attn_implementation("doubled")
-
-
-def other_projection(model):
-    model.model.layers[1].self_attn.q_proj = type("Adapted", (torch.nn.Linear,), {})(48, 48, bias=False)
-
-
-def dropout(model):
-    model.config.attention_dropout = 0.1
-
-
-@pytest.mark.parametrize("change", [other_function, other_projection, dropout])
+@pytest.mark.parametrize("change", ["function", "projection", "dropout"])
 def test_layers_that_cannot_be_frozen_are_refused_and_unchanged(change):
-    model = make("llama")
-    change(model)
+    model = make("llama", attention_dropout=0.1 * (change == "dropout"))
+    if change == "function":
+        transformers.AttentionInterface.register("doubled", lambda *args, **options: None)
+        model.set_attn_implementation("doubled")
+    if change == "projection":
+        model.model.layers[1].self_attn.q_proj = type("Adapted", (torch.nn.Linear,), {})(48, 48, bias=False)
     before, function = copy.deepcopy(model.state_dict()), model.config._attn_implementation
     heads = HeadSet((1, head) for head in range(4))
     with pytest.raises(UnsupportedError):

@@ -135,23 +135,23 @@ def test_inputs_longer_than_the_patterns_are_refused_before_the_first_layer(shap
 
 def test_a_fixed_cache_serves_frozen_and_pruned_heads_and_the_model_once_they_are_live_again(shape):
     model, ids = make(shape), tokens(2, 8, seed=3)
-    options = {"disable_compile": True, "do_sample": False}
-    before, function = (
-        generate(model, ids, torch.ones_like(ids), cache_implementation="static", **options),
-        model.config._attn_implementation,
-    )
+    function = model.config._attn_implementation
+
+    def fixed(**options):
+        options = options or {"cache_implementation": "static", "disable_compile": True}
+        return generate(model, ids, torch.ones_like(ids), do_sample=False, **options)
+
+    before = fixed()
     for edit in (freeze, lambda model: saf.prune_(model, HeadSet([(0, 0), (1, 2), *((2, head) for head in range(4))]))):
         edit(model)
         if shape.startswith("gemma"):
             with pytest.raises(UnsupportedError, match="sliding window"):
-                generate(model, ids, torch.ones_like(ids), cache_implementation="static", **options)
+                fixed()
         else:
-            fixed = generate(model, ids, torch.ones_like(ids), cache_implementation="static", **options)
-            assert torch.equal(fixed, generate(model, ids, torch.ones_like(ids), use_cache=False, **options))
+            assert torch.equal(fixed(), fixed(use_cache=False))
         saf.uninstall_(model)
         assert model.config._attn_implementation == function
-    again = generate(model, ids, torch.ones_like(ids), cache_implementation="static", **options)
-    assert torch.equal(again, before)
+    assert torch.equal(fixed(), before)
 
 
 class Exact(QuantizedLayer):
@@ -181,7 +181,7 @@ def test_a_quantised_cache_serves_layers_with_a_live_head(padded):
         model(padded[0], past_key_values=Cache(layers=[Exact() for _ in range(3)]))
 
 
-def test_a_cache_made_by_hand_goes_on_in_steps_of_any_size_and_is_used_again(frozen, padded):
+def test_a_cache_goes_on_in_steps_of_any_size_and_is_used_again(frozen, padded):
     _, model = frozen
     ids, (short, mask) = tokens(2, 22, seed=7), padded
     with torch.no_grad():
@@ -228,8 +228,8 @@ def test_frozen_heads_keep_no_keys_unless_a_live_head_reads_them(frozen):
 
 
 @pytest.mark.parametrize("fixed", [False, True], ids=["growing", "fixed"])
-def test_a_cache_goes_on_beside_the_heads_that_it_was_filled_beside_alone(fixed):
-    """With grouped queries a layer keeps as many keys whichever of its heads are frozen."""
+def test_a_cache_that_other_frozen_heads_filled_is_refused(fixed):
+    """With grouped queries a layer caches as many keys whichever of its heads are frozen."""
     model, ids = make("qwen3"), tokens(1, 9, seed=9)
     freeze(model, HeadSet([(0, 0), (2, 1)]))
     cache = StaticCache(config=model.config, max_cache_len=LENGTH) if fixed else DynamicCache(config=model.config)
