@@ -11,7 +11,6 @@ import gc
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from shutil import copyfile
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
@@ -40,7 +39,7 @@ from saf.models.adapter import adapter_for, unwrap
 from saf.optimizer_state import unwrap_optimizer
 from saf.records.files import read_json, to_json
 from saf.records.run import EventRecord
-from saf.schedules import OneTime, Outcome, Proposer, Schedule, ValidationBudget, schedule_to_dict
+from saf.schedules import OneTime, Outcome, Schedule, ValidationBudget, schedule_to_dict
 from saf.surgery import check_editable, renewed_, uninstall_
 from saf.train.loop import apply_event, resolve_event
 from saf.train.start import check_freeze, start_proposer
@@ -79,7 +78,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         self.trainer: Any = None
         self._calibration, self._heldout = read_batches(calibration), read_batches(heldout) if heldout else []
         self._accept_loss = accept_loss
-        self._run: Any = None  # a `_Run` once training has begun
+        self._run: Any = None  # the state of a training, from `on_train_begin` on
         if "gradient" in config.needs:
             raise UnsupportedError("a Trainer keeps no average of Q/K gradients; take another score")
         if config.trainable:
@@ -121,15 +120,21 @@ class FreezeCallback(TrainerCallback, ExportableState):
         layouts = [site.layout for site in adapter_for(model).sites()]
         proposer: Any = start_proposer(config, layouts, updates=updates, state=stored and stored["schedule"])
         folder = Path(args.output_dir)
-        self._run = _Run(
+        self._run = SimpleNamespace(
+            # What `apply_event` reads.
             model=model,
             config=config,
-            task=SimpleNamespace(calibration=lambda: self._calibration, heldout=lambda: self._heldout),
             execution=execution,
-            proposer=proposer,
-            events=[] if stored is None else [EventRecord(folder, values) for values in stored["events"]],
-            updates=updates,
+            task=SimpleNamespace(calibration=lambda: self._calibration, heldout=lambda: self._heldout),
             updater=SimpleNamespace(optimizer=optimizer, gradient=None),
+            events=[] if stored is None else [EventRecord(folder, values) for values in stored["events"]],
+            say=lambda text: None,  # a Trainer prints its own progress
+            # What the callback itself reads.
+            proposer=proposer,
+            updates=updates,
+            stepped=False,  # whether the optimiser was checked after its first step
+            guard=None,  # sequences whose loss may refuse an event that no training follows
+            refused=None,  # the LossError of such an event, raised once everything is saved
         )
         # The Trainer saves only states that are entered here; a checkpoint without this callback has no entry.
         callbacks: Any = state.stateful_callbacks
@@ -172,13 +177,13 @@ class FreezeCallback(TrainerCallback, ExportableState):
         while event := run.proposer.propose(update):
             run.proposer.done(event, self._apply_(run, resolve_event(event, run.config), update))
 
-    def _apply_(self, run: "_Run", event: Any, update: int) -> Outcome:
+    def _apply_(self, run: Any, event: Any, update: int) -> Outcome:
         """Apply one event in all processes or in none, and record it with the measurements of rank 0."""
-        trainer, before = self.trainer, run.controller_loss(event.batches)
+        trainer, before = self.trainer, self._heldout_loss(event.batches)
         with all_ranks_or_raise():
             change = apply_event(run, event, guard=run.guard)
         rewrap_(trainer)
-        after = run.controller_loss(event.batches)
+        after = self._heldout_loss(event.batches)
         before, after, seconds = on_rank0(lambda: (before, after, change.seconds))
         number, losses = len(run.events) + 1, {"loss_before": before, "loss_after": after}
         record = {"number": number, "kind": event.kind, "update": update, "reason": event.reason, "seconds": seconds}
@@ -193,6 +198,13 @@ class FreezeCallback(TrainerCallback, ExportableState):
         measured = {} if math.isnan(before) else {f"heldout_{name}": loss for name, loss in losses.items()}
         trainer.log({kind: count for kind, count in counts.items() if count} | measured)
         return change.outcome(number, **losses)
+
+    def _heldout_loss(self, batches: int | None) -> float:
+        """Return the mean held-out loss in nats per token; NaN without held-out sequences."""
+        if not self._heldout:
+            return float("nan")
+        with self._run.execution.autocast():
+            return heldout_loss(self._run.model, self._heldout[:batches])
 
     # --- checks before training
 
@@ -251,33 +263,6 @@ class FreezeCallback(TrainerCallback, ExportableState):
     def _settings(self) -> dict[str, Any]:
         """Return the settings as plain values; a resumed run must have the same."""
         return to_json({"config": self.config.to_dict(), "schedule": schedule_to_dict(self.schedule)})
-
-
-@dataclass(kw_only=True)
-class _Run:
-    """One call of `Trainer.train`: what an event reads (`saf.train.loop.TrainerLike`), and the schedule's state."""
-
-    model: nn.Module
-    config: Any
-    task: Any
-    execution: Execution
-    updater: Any
-    proposer: Proposer
-    events: list[EventRecord]
-    updates: int  # that the schedule's shares refer to
-    stepped: bool = False  # whether the optimiser's state was checked, after its first step
-    guard: list[Tensor] | None = None  # sequences whose loss may refuse an event that no training follows
-    refused: LossError | None = None  # raised once everything is saved
-
-    def say(self, text: str) -> None:
-        """Do nothing: a Trainer prints its own progress."""
-
-    def controller_loss(self, batches: int | None) -> float:
-        """Return the mean held-out loss in nats per token; NaN without held-out sequences."""
-        if not (heldout := self.task.heldout()):
-            return float("nan")
-        with self.execution.autocast():
-            return heldout_loss(self.model, heldout[:batches])
 
 
 def _row_length(trainer: Any) -> int:
