@@ -23,7 +23,7 @@ from saf.errors import SafWarning
 from saf.machine import Compile, GraphPool
 from saf.tasks import TASKS, FinetuneSettings
 from saf.train import TrainConfig
-from saf.train.finetune import OF_TASKS
+from saf.train.finetune import TASK_SETTINGS
 
 TIMED = {"sst2": (256, 1), "boolq": (64, 1), "quality": (4, 4)}
 """Examples of a micro-batch and micro-batches of an update when the paper times finetuning."""
@@ -84,7 +84,7 @@ class Finetuning(ModelSpeed):
     def batches(self) -> dict[str, Batches]:
         """The micro-batches of a timed block by the name of their order, as finetuning hands them out, on the CPU."""
         size, accumulation = self.sizes
-        own = {name: value for name, value in OF_TASKS[self.task].items() if name in ("max_tokens", "too_long")}
+        own = {name: value for name, value in TASK_SETTINGS[self.task].items() if name in ("max_tokens", "too_long")}
         own |= {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
         finetuning = FinetuneSettings(test=self.test, tokenizer=self.tokenizer, **own)
         config = TrainConfig(data=self.data, out="", task=self.task, finetuning=finetuning, batch_size=size)

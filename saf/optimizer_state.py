@@ -38,7 +38,7 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
     """Raise InputError or UnsupportedError unless the optimiser holds the parameters, with state of their rows."""
     if optimizer is None:
         return
-    check_order(_stepping(optimizer))
+    check_order(_inner_optimizer(optimizer))
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in parameters:
         if parameter.requires_grad and id(parameter) not in members:
@@ -50,14 +50,12 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
                 continue
             plain = type(state) in (Tensor, nn.Parameter, type(parameter.data))  # not 8-bit, not a list of factors
             if not plain or (state.dim() > 0 and state.shape != parameter.shape):
-                raise UnsupportedError(
-                    f"{type(_stepping(optimizer)).__name__}'s {name!r} must be a plain tensor of its weight's shape "
-                    f"{list(parameter.shape)} to be carried by heads, got {shown(state)}; edit before its first step, "
-                    "or train with plain moments"
-                )
+                kind = type(_inner_optimizer(optimizer)).__name__
+                expected = f"a plain tensor of its weight's shape {list(parameter.shape)}, got {shown(state)}"
+                raise UnsupportedError(f"{kind}'s {name!r} must be {expected}; edit before its first step")
 
 
-def _stepping(optimizer: Any) -> Optimizer:
+def _inner_optimizer(optimizer: Any) -> Optimizer:
     """Return the optimiser that steps: accelerate's, itself an Optimizer, holds it."""
     return getattr(optimizer, "optimizer", optimizer)
 
@@ -110,7 +108,7 @@ def record_orders(rows: Mapping[Tensor, str | None], optimizer: Optimizer | None
             _orders[parameter] = text
     _checked.clear()
     if optimizer is not None:
-        accept_order(_stepping(optimizer))
+        accept_order(_inner_optimizer(optimizer))
 
 
 def check_order(optimizer: Optimizer) -> None:
@@ -123,7 +121,9 @@ def check_order(optimizer: Optimizer) -> None:
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
             # Without a record it may be a copy, such as a shard, that took over a group with state of its own shape.
-            wrong = not _unused(state, parameter) if parameter in _orders else _misfits(state, parameter)
+            wrong = (
+                not _before_first_step(state, parameter) if parameter in _orders else _has_other_rows(state, parameter)
+            )
             if state and wrong:
                 raise InputError(
                     f"{type(optimizer).__name__}'s state must be of the attention heads as they are now, got that of "
@@ -160,12 +160,12 @@ def _digest(parameters: Sequence[Tensor]) -> int | None:
     return int.from_bytes(sha256(repr(rows).encode()).digest()[:8], "big") >> 1 if rows else None
 
 
-def _unused(state: Mapping[str, Any], parameter: Tensor) -> bool:
+def _before_first_step(state: Mapping[str, Any], parameter: Tensor) -> bool:
     """Return whether state is that of before a first step, which Adagrad creates at once."""
-    return float(state.get("step", 1)) == 0 and not _misfits(state, parameter)
+    return float(state.get("step", 1)) == 0 and not _has_other_rows(state, parameter)
 
 
-def _misfits(state: Mapping[str, Any], parameter: Tensor) -> bool:
+def _has_other_rows(state: Mapping[str, Any], parameter: Tensor) -> bool:
     """Return whether state has fewer or more rows than its parameter."""
     tensors = [each for each in state.values() if isinstance(each, Tensor) and each.dim() == parameter.dim()]
     return any(each.shape != parameter.shape for each in tensors)
@@ -173,7 +173,7 @@ def _misfits(state: Mapping[str, Any], parameter: Tensor) -> bool:
 
 # --- the logits of trainable patterns
 
-_OWN = ("params", "param_names", "weight_decay", ORDER)
+_NOT_COPIED = ("params", "param_names", "weight_decay", ORDER)
 """Entries of a parameter group that are not copied to a group with the same settings."""
 
 
@@ -184,7 +184,7 @@ def check_group(optimizer: Optimizer | None, weight: Tensor) -> None:
     source = _group_of(optimizer, weight)
     if "param_names" in source:
         raise UnsupportedError("an optimizer of named parameters cannot take patterns; make it of model.parameters()")
-    if _undecayed(optimizer, source) is None and _scheduled(optimizer):
+    if _group_without_decay(optimizer, source) is None and _scheduled(optimizer):
         raise UnsupportedError(
             "a learning-rate scheduler counts this optimizer's groups, and trainable patterns need one without weight "
             'decay; before making the scheduler, call optimizer.add_param_group({"params": [], "weight_decay": 0.0})'
@@ -199,10 +199,10 @@ def add_logits_(optimizer: Optimizer, logits: Sequence[nn.Parameter], weight: Te
     if not logits:
         return
     source = _group_of(optimizer, weight)
-    if (group := _undecayed(optimizer, source)) is not None:
+    if (group := _group_without_decay(optimizer, source)) is not None:
         group["params"].extend(logits)
     else:
-        settings = {name: value for name, value in source.items() if name not in _OWN}
+        settings = {name: value for name, value in source.items() if name not in _NOT_COPIED}
         optimizer.add_param_group({**settings, "params": list(logits), "weight_decay": 0.0})
 
 
@@ -224,10 +224,10 @@ def _group_of(optimizer: Optimizer, weight: Tensor) -> dict[str, Any]:
     return next((group for group in groups if any(one is weight for one in group["params"])), groups[0])
 
 
-def _undecayed(optimizer: Optimizer, source: dict[str, Any]) -> dict[str, Any] | None:
+def _group_without_decay(optimizer: Optimizer, source: dict[str, Any]) -> dict[str, Any] | None:
     """Return the group with the settings of `source` and no weight decay, perhaps itself; None without one."""
     for group in optimizer.param_groups:
-        names = (group.keys() | source.keys()) - {*_OWN}
+        names = (group.keys() | source.keys()) - {*_NOT_COPIED}
         if group.get("weight_decay", 0) == 0 and all(group.get(name) == source.get(name) for name in names):
             return group
     return None

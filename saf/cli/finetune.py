@@ -16,7 +16,7 @@ from saf.tasks import FinetuneSettings, MQARTask
 from saf.tasks.multiple_choice import is_json_lines
 from saf.train import TrainConfig, pretrain
 from saf.train.config import recorded_config
-from saf.train.finetune import choosing, finetune, finetune_defaults, settings_like
+from saf.train.finetune import finetune, finetune_defaults, pending_choice, settings_like
 
 
 @dataclass(kw_only=True)
@@ -114,7 +114,7 @@ def _with_data_of_task(words: Sequence[str]) -> list[str]:
 def _base(early: EarlyFlags, out: Path) -> dict[str, Any]:
     """Return the settings that flags change: those of the run to resume, of the run to be like, or of the task."""
     if early.resume:  # the run may still be choosing its epochs
-        recorded = recorded_config(out) if early.resumed else choosing(out)
+        recorded = recorded_config(out) if early.resumed else pending_choice(out)
         if recorded is not None:
             if early.parent is not None and not (recorded.parent and is_same_checkpoint(early.parent, recorded.parent)):
                 raise InputError(f"the run in {out} began at {recorded.parent}; got parent {early.parent}")

@@ -243,7 +243,7 @@ _GROUPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 
 # --- branches
 
-_OF_THE_PARENT_ALONE: dict[str, Any] = {
+_NOT_INHERITED: dict[str, Any] = {
     "freeze": None, "rewarm": 0, "track_gradients": False, "fresh": False, "time_budget_seconds": None,
     "update_budget": None,
 }  # fmt: skip
@@ -264,7 +264,7 @@ def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes
             setting.
     """
     checkpoint = parent if isinstance(parent, Checkpoint) else open_checkpoint(parent)
-    settings = {**checkpoint.state["settings"], **_OF_THE_PARENT_ALONE, "out": str(out), "parent": str(checkpoint.path)}
+    settings = {**checkpoint.state["settings"], **_NOT_INHERITED, "out": str(out), "parent": str(checkpoint.path)}
     if unknown := sorted(changes.keys() - settings.keys()):
         raise InputError(f"settings must be some of {sorted(settings)}; got {unknown}")
     fresh, freeze = changes.get("fresh"), changes.get("freeze")

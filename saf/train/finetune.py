@@ -22,7 +22,7 @@ from saf.tasks import TASKS, FinetuneTask, MQARSettings, MQARTask
 from saf.train.config import TrainConfig, check_same_run, context_length, continue_from, recorded_config
 from saf.train.loop import pretrain
 
-MOST_EPOCHS = 5
+MAX_EPOCHS = 5
 """The paper's ordinary model chooses one to five."""
 CHOICE, SETTINGS = "epochs", "settings.json"
 """Subfolder of a run for the choice of its epochs, and the file there with the settings of the run to come."""
@@ -75,16 +75,16 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
     reports after each epoch. The record is returned, or `{"stopped_at": ...}` after a signal.
     """
     _check_can_choose(config, resume=resume)
-    counts = _updates_of_epochs(config, *range(1, MOST_EPOCHS + 1))
-    if len(set(counts)) < MOST_EPOCHS:
+    counts = _updates_of_epochs(config, *range(1, MAX_EPOCHS + 1))
+    if len(set(counts)) < MAX_EPOCHS:
         numbers = ", ".join(map(str, counts))
-        raise InputError(f"1 to {MOST_EPOCHS} epochs must have different updates, got {numbers}; give epochs")
+        raise InputError(f"1 to {MAX_EPOCHS} epochs must have different updates, got {numbers}; give epochs")
     assert config.finetuning is not None, "the task was opened"
     folder = Path(config.out) / CHOICE
     record_file, trial = folder / "choice.json", folder / "trial"
     if resume and on_rank0(record_file.is_file):
         return on_rank0(lambda: read_json(record_file))
-    on_rank0(lambda: write_json(folder / SETTINGS, config.to_dict()))  # `choosing` reads it, to resume
+    on_rank0(lambda: write_json(folder / SETTINGS, config.to_dict()))  # `pending_choice` reads it, to resume
     trial_config = replace(
         config,
         out=str(trial),
@@ -104,7 +104,7 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
     best = max(tried, key=lambda one: (one["accuracy"], -one["epochs"]))
     if is_rank0() and not config.quiet:
         shares = ", ".join(f"{100 * one['accuracy']:.2f}%" for one in tried)
-        words = f"{shares} of {result['questions']:,} development questions after 1 to {MOST_EPOCHS} epochs"
+        words = f"{shares} of {result['questions']:,} development questions after 1 to {MAX_EPOCHS} epochs"
         print(f"{words}; training begins anew, for {best['epochs']}", file=sys.stderr)
     head = result_header("epochs", config.to_dict(), checkpoints={"parent": checkpoint_hash(Path(str(config.parent)))})
     record = {**head, "epochs": best["epochs"], "tried": tried}
@@ -125,7 +125,7 @@ def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
         )
     if config.min_lr_ratio != 1 or config.warmup != 0:
         raise InputError("epochs can be chosen with a constant rate alone (min_lr_ratio=1, warmup=0); or give epochs")
-    recorded = choosing(config.out)
+    recorded = pending_choice(config.out)
     if recorded is not None and not resume:
         raise InputError(f"{config.out} holds a run that was choosing its epochs; resume it, or choose another folder")
     if recorded is None and resume:
@@ -134,7 +134,7 @@ def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
         check_same_run(config, recorded.to_dict())
 
 
-def choosing(out: Path | str) -> TrainConfig | None:
+def pending_choice(out: Path | str) -> TrainConfig | None:
     """Return the settings of a run that was choosing its epochs when it ended, or None."""
     path = Path(out) / CHOICE / SETTINGS
     return TrainConfig.from_dict(read_json(path)) if path.is_file() else None
@@ -160,7 +160,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 """The paper's settings, and those that are not taken over from a parent. The rate is constant, so that an epoch is the
 same whatever the number of epochs; batches have many lengths, so nothing is compiled by default."""
-OF_TASKS: Mapping[str, Mapping[str, Any]] = {
+TASK_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "jsonl": {},
     "sst2": {"max_tokens": 128},
     "boolq": {"max_tokens": 512, "too_long": "shorten"},
@@ -181,14 +181,14 @@ def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> 
     They are the parent's, over them the paper's, and over these the task's. Settings of `FinetuneSettings` stand
     among them by their own names.
     """
-    if task not in OF_TASKS:
-        raise InputError(f"task must be one of {', '.join(OF_TASKS)}, or a FILE.jsonl, to finetune; got {task!r}")
+    if task not in TASK_SETTINGS:
+        raise InputError(f"task must be one of {', '.join(TASK_SETTINGS)}, or a FILE.jsonl, to finetune; got {task!r}")
     before = continue_from(checkpoint, out=out, fresh=True, **DEFAULTS)
     own = {**vars(before), "task": task}
     if task != MQARTask.name:
         tokenizer = before.finetuning.tokenizer if before.finetuning else before.data
-        return {**own, "data": "", "tokenizer": tokenizer, **OF_TASKS[task]}
-    own |= {**OF_TASKS[task], "finetuning": None}
+        return {**own, "data": "", "tokenizer": tokenizer, **TASK_SETTINGS[task]}
+    own |= {**TASK_SETTINGS[task], "finetuning": None}
     parent = TrainConfig.from_dict(checkpoint.state["settings"])
     if parent.task != MQARTask.name:
         return {**own, "mqar": MQARSettings().within(context_length(before))}
@@ -198,7 +198,7 @@ def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> 
 def settings_like(run: Path | str, *, parent: Checkpoint, out: Path | str) -> dict[str, Any]:
     """Return the settings of a finetuned ordinary run for another parent: the same examples, order and updates."""
     like = recorded_config(run)
-    if like.task not in OF_TASKS or like.parent is None:
+    if like.task not in TASK_SETTINGS or like.parent is None:
         raise InputError(f"{run} must be the finetuned run of the ordinary arm")
     own = finetune_defaults(parent, task=like.task, out=out)
     fixed = ("out", "parent", "model", "model_overrides", "length", "freeze")
