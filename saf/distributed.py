@@ -1,4 +1,4 @@
-"""Several processes as one: the group that `torchrun` starts, work of rank 0 for all, and errors raised together."""
+"""Several processes as one: the group that `torchrun` starts, errors raised together, and work of rank 0 for all."""
 
 import os
 import warnings
@@ -155,6 +155,9 @@ def prints_error(error: Exception) -> bool:
     if rank_and_size()[1] > 1:
         return is_rank0() or not _is_shared(error)
     return not _started_by_torchrun() or os.environ["LOCAL_RANK"] == "0"
+
+
+# --- values and work that ranks share
 
 
 def all_gather(own: Any) -> list[Any]:
