@@ -205,7 +205,7 @@ def _flash_decode(call: Call, parts: Sequence[FrozenPart]) -> Tensor | None:
     tables = None
     if call.frozen is not None:
         # Maps of live slots are in the tables of any backend that has them; frozen slots need one backend for all.
-        tables = next((part.tables for part in parts if "kv_readers" in part.tables), {})
+        tables = ([part.tables for part in parts if "kv_readers" in part.tables] or [{}])[0]
         if call.frozen_kv and (len(parts) > 1 or call.frozen.trainable):
             tables = {}
     operands = call.query, call.key, call.value
@@ -213,7 +213,7 @@ def _flash_decode(call: Call, parts: Sequence[FrozenPart]) -> Tensor | None:
         if named:
             raise UnsupportedError(f"attention kernel {FLASH_DECODE!r} {reason}; or take 'auto'")
         return None
-    return flash_decode(*operands, tables, call.position, call.scale, frozen=bool(call.frozen_kv))
+    return flash_decode(*operands, tables, call.position, call.scale, frozen=len(call.frozen_kv) > 0)
 
 
 def _one_launch(call: Call, frozen: FrozenHeads, part: FrozenPart) -> Tensor | None:

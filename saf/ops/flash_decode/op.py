@@ -112,10 +112,11 @@ def flash_decode(
     """
     on_device, on_host = (position.first, 0) if isinstance(position.first, Tensor) else (None, position.first)
     maps: list[Tensor] = []
+    patterns: list[Tensor] = []
     if tables is not None:
         cached = on_device is not None or not frozen
         maps = [tables["kv_read_cached" if cached else "kv_read"], tables["kv_readers"]]
-    patterns = [tables[name] for name in ("distance", "key_scale", "row_scale")] if tables and frozen else []
+        patterns = [tables["distance"], tables["key_scale"], tables["row_scale"]] if frozen else []
     operands = map(unit_stride, (query, key, value))
     return decode_heads(
         *operands, maps, patterns, on_device, on_host, position.left_pad, score_scale(scale, query.shape[-1])
