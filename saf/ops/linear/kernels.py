@@ -39,30 +39,17 @@ SCAN_COLUMNS = 32
 
 
 class LinearConfig(NamedTuple):
-    """How the kernels are cut into programs.
-
-    Attributes:
-        stretch: chunks that a program computes one after another.
-        columns: columns of B x D that it computes, a power of two.
-        warps: warps of a program of `states_kernel` and of `mix_kernel`.
-        stages: loads in flight in either.
-    """
+    """How a product is cut into programs: chunks that each computes one after another, and columns of B x D."""
 
     stretch: int
     columns: int
-    warps: tuple[int, int] = (4, 4)
-    stages: tuple[int, int] = (2, 2)
 
 
 def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype) -> LinearConfig:
-    """Choose blocks and stretches: the shortest stretches with which all programs run at once."""
-    exact = dtype == torch.float32  # sums in registers, without matrix units
-    block = min(16 if exact else 64, max(16, 1 << (columns - 1).bit_length()))
-    stretch = _stretch(cdiv(length, CHUNK), heads * cdiv(columns, block))
-    if exact:
-        return LinearConfig(stretch, block, warps=(4, 8), stages=(2, 1))
-    # Loads three chunks ahead: 5% sooner than two, and four are no better.
-    return LinearConfig(stretch, block, warps=(4, 4), stages=(3, 3))
+    """Choose blocks, powers of two, and stretches: the shortest with which all programs run at once."""
+    largest = 16 if dtype == torch.float32 else 64  # float32 sums are in registers, without matrix units
+    block = min(largest, max(16, 1 << (columns - 1).bit_length()))
+    return LinearConfig(_stretch(cdiv(length, CHUNK), heads * cdiv(columns, block)), block)
 
 
 def _stretch(chunks: int, blocks: int) -> int:
@@ -97,9 +84,11 @@ def linear_matmul(
         "PADDED": left_pad is not None, "EVEN_N": columns % config.columns == 0,
         "PRECISION": product_precision(x.dtype),
     }  # fmt: skip
+    # Loads three chunks ahead: 5% sooner than two, and four are no better; float32 operands leave less room.
+    exact = x.dtype == torch.float32
     of_states, of_mix = (
         constants | {"STAGES": stages, "num_warps": warps, "num_stages": stages, "device": x.device}
-        for warps, stages in zip(config.warps, config.stages, strict=True)
+        for warps, stages in (((4, 2), (8, 1)) if exact else ((4, 3), (4, 3)))
     )
     blocks, stretches = cdiv(columns, config.columns), cdiv(cdiv(length, rows), config.stretch)
     # The state at the end of every stretch but the last, which no other reads.
