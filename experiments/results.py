@@ -53,7 +53,7 @@ PAGES = {
             "small-75M-4k": ("fixed_token_controls",),
             "small-75M-branched": ("schedules",),
             "small-75M-representation": ("representation",),
-            "124m-84M": ("linear_heads",),
+            **dict.fromkeys(("124m-84M-25", "124m-84M"), ("linear_heads",)),
         },
     ),
     "heads": Page(
@@ -82,7 +82,7 @@ PAGES = {
         "after 2.46M tokens of training, the ordinary model trained alike. Tasks are the mean change of accuracy over "
         "HellaSwag, PIQA, ARC-Easy, SST-2 and BoolQ, zero-shot, 500 questions each (SST-2: 436). On BoolQ the "
         "ordinary model is below chance (42.6%), and pruned arms gain up to 18 points by saying yes: the mean does not "
-        "rank arms. No score chooses by what pruning costs. Missing: 30% by joint cost in linear time; gemma-3-270m.",
+        "rank arms. No score chooses by what pruning costs. Missing: gemma-3-270m.",
         recipes={"small": ("pretrained",)},
     ),
     "updates": Page(
