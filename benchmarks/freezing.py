@@ -113,7 +113,7 @@ def freeze_once(
     wait_for(execution.device)
     began = time.perf_counter()
     with execution.autocast():
-        report = freeze_(model, batches, FreezeConfig(rate=rate), optimizer=optimizer)
+        report = freeze_(model, batches, FreezeConfig(rate=rate, storage="compact"), optimizer=optimizer)
     wait_for(execution.device)
     seconds = time.perf_counter() - began
     uninstall_(model, report.heads, optimizer=optimizer)

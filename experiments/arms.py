@@ -65,8 +65,9 @@ def percent(rate: float) -> str:
 
 
 def freeze(rate: float, **more: Any) -> Settings:
-    """Return the settings that freeze a share of the heads."""
-    return {"freeze": {"rate": rate, **more}}
+    """Return the settings that freeze a share of the heads, with the paper's storage unless `more` names another."""
+    storage = {} if more.get("operation") == "prune" else {"storage": "compact"}
+    return {"freeze": {"rate": rate, **storage, **more}}
 
 
 def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:

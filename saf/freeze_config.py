@@ -34,6 +34,9 @@ _COMPARING = ("variance", "forward_kl", "rank_sum", "gradient_veto", "residual_c
 """Scores of how attention differs between sequences: nothing but rounding where all sequences are alike."""
 CANDIDATES = 3
 """Heads of lowest score that are tried for each one that joint cost may take."""
+LINEAR_FROM = 4_096
+"""Calibration tokens from which exponential patterns are the default: the shortest context at which they were measured
+to make updates faster than compact ones (docs/log.md)."""
 Operation = Literal["freeze", "prune"]
 
 
@@ -61,10 +64,11 @@ class FreezeConfig:
     the KL divergence of a sequence's attention from the mean. In Python it may be a function of the statistics."""
     pattern: str = field(default="mean", metadata={"one_of": TARGETS})
     """Replace a frozen head's attention by this pattern."""
-    storage: Storage = "compact"
+    storage: Storage | Literal["auto"] = "auto"
     """Keep patterns as fitted key and distance logits (compact), as sums of damped cosines, which take linear time
     (exponential; heads that do not fit stay compact), or entry by entry in float32 (dense) or bfloat16 (dense_bfloat16,
-    whose rows miss one by up to 0.004)."""
+    whose rows miss one by up to 0.004). auto is exponential from 4,096 calibration tokens on, else compact, as are
+    trainable patterns, those that need no fit and those of a named backend other than linear."""
     fitter: str = "proportional"
     """Fit compact patterns by this fitter."""
     max_fit_kl: float = 0.2
@@ -111,14 +115,14 @@ class FreezeConfig:
     def __post_init__(self):
         """Raise InputError for unknown names, values out of range, and settings that contradict or idle others."""
         check_name("operation", self.operation, get_args(Operation))
-        check_name("storage", self.storage, get_args(Storage))
+        check_name("storage", self.storage, ("auto", *get_args(Storage)))
         check_name("pattern", self.pattern, TARGETS)
         check_name("backend", self.backend, ("auto", *BACKENDS))
         for name in ("score", "match"):
             if isinstance(value := getattr(self, name), str):
                 check_name(name, value, SCORES)
         budget(self.rate, 1)
-        split_options(self.fitter, self.fitter_options, self.storage)
+        split_options(self.fitter, self.fitter_options, self.storage_at(0))
         for name in _HEAD_LISTS:
             if (heads := getattr(self, name)) is not None:
                 object.__setattr__(self, name, tuple(head_pairs(heads)))
@@ -138,7 +142,7 @@ class FreezeConfig:
             yield "pruned heads have no patterns", _OF_PATTERNS
         if self.jointly:
             yield "heads are chosen by their joint cost", _NAMING
-        if unfitted := unfitted_reason(self.storage, self.pattern):
+        if unfitted := unfitted_reason(self.storage_at(0), self.pattern):
             yield f"{unfitted}, and nothing is fitted", _OF_FITS
         for by, names in _IDLE.items():
             if getattr(self, by) is not None:
@@ -154,7 +158,7 @@ class FreezeConfig:
             raise InputError(f"match has no effect where heads are chosen by {self.match!r} anyway; leave it out")
         if self.storage == "exponential" and TARGETS[self.pattern].exact is not None:
             raise InputError(f"pattern={self.pattern!r} is not fitted: use storage='compact' with it")
-        if self.trainable and self.storage != "compact":
+        if self.trainable and self.storage_at(0) != "compact":
             raise InputError("trainable patterns have key and distance logits: use storage='compact'")
 
     def check_calibration(self, *, sequences: int) -> None:
@@ -165,6 +169,17 @@ class FreezeConfig:
                 f"score {names[0]!r} compares sequences: calibration must have two different ones, got {sequences}; "
                 "the paper's runs had 16 to 32"
             )
+
+    def storage_at(self, length: int) -> Storage:
+        """Return the storage of patterns calibrated on sequences of `length` tokens.
+
+        >>> FreezeConfig().storage_at(1_024), FreezeConfig().storage_at(4_096)
+        ('compact', 'exponential')
+        """
+        if self.storage != "auto":
+            return self.storage
+        linear = self.backend == "linear" or (self.backend == "auto" and length >= LINEAR_FROM)
+        return "exponential" if linear and not self.trainable and TARGETS[self.pattern].exact is None else "compact"
 
     def requested(self, num_heads: int) -> int:
         """Return k, how many heads of a model of `num_heads` these settings ask for.

@@ -166,7 +166,7 @@ def freeze_(
             requested=k,
             scores=scores[config.score],
             statistics=statistics,
-            config=config.to_dict(),
+            config=config.to_dict() | {"storage": config.storage_at(statistics.length)},
             in_all=in_all,
             seconds=timer.seconds,
             joint_cost=joint,
@@ -203,7 +203,8 @@ def fit_heads(
     """
     if config.operation == "prune":
         return dict.fromkeys(heads, FittedHead())
-    collect, ordered, fits = collect_for(config.pattern, config.storage), list(heads), dict[Head, FittedHead]()
+    collect = collect_for(config.pattern, config.storage_at(statistics.length))
+    ordered, fits = list(heads), dict[Head, FittedHead]()
     size = heads_at_a_time(model, collect, sequences=statistics.num_sequences, length=statistics.length)
     for start in range(0, len(ordered), size):
         some = HeadSet(ordered[start : start + size])
@@ -217,9 +218,9 @@ def _fit(
     statistics: AttentionStatistics, heads: HeadSet, config: FreezeConfig, device: torch.device
 ) -> list[FittedHead]:
     """Return the patterns of heads from statistics that have all they need; fits run on `device`."""
-    options = {"seed": config.seed} | config.pattern_options
-    if config.storage not in FITTED:
-        dtype = torch.bfloat16 if config.storage == "dense_bfloat16" else torch.float32
+    options, storage = {"seed": config.seed} | config.pattern_options, config.storage_at(statistics.length)
+    if storage not in FITTED:
+        dtype = torch.bfloat16 if storage == "dense_bfloat16" else torch.float32
         return [*map(FittedHead, dense_pattern(statistics, heads, config.pattern, dtype=dtype, **options).singles())]
     if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
         return [*map(FittedHead, exact.canonical().singles())]
@@ -227,13 +228,13 @@ def _fit(
     # sums over queries by key and by distance, Eq. (4), and by its entropy.
     eta_abs, eta_rel, entropy = (part.to(device) for part in target(statistics, heads, config.pattern, **options))
     # Lines 13 and 14: fit alpha and rho to the marginals; Z follows from them, Eq. (3).
-    compact_options, exponential_options = split_options(config.fitter, config.fitter_options, config.storage)
+    compact_options, exponential_options = split_options(config.fitter, config.fitter_options, storage)
     compact, certificate = fit_with_certificate(eta_abs, eta_rel, fitter=config.fitter, **compact_options)
     # Line 15: kappa, the row-averaged KL from the pattern to its fit.
     kl = fit_kl(compact, eta_abs, eta_rel, entropy).tolist()
     fits = [*map(FittedHead, compact.to(device="cpu").singles(), kl, certificate.to_dicts())]
     close = [number for number, fit in enumerate(fits) if fit.fit_kl <= config.max_fit_kl]
-    if config.storage == "exponential" and close:  # past the paper: patterns that run in linear time
+    if storage == "exponential" and close:  # past the paper: patterns that run in linear time
         forms = fit_exponential_heads(compact[close], eta_abs[close], eta_rel[close], **exponential_options)
         for number, form in zip(close, forms, strict=True):
             fits[number] = _in_linear_time(fits[number], form, config.max_fit_kl)
@@ -273,7 +274,7 @@ def _check(adapter: Adapter, sequences: Sequences, config: FreezeConfig, allow_e
     if "gates" in config.needs:
         adapter.check_next_token()
     if freezes:
-        kinds = {"trainable": config.trainable, "exponential": config.storage == "exponential"}
+        kinds = {"trainable": config.trainable, "exponential": config.storage_at(length) == "exponential"}
         for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
             choose_backend(config.backend, device=device, dtypes=dtypes, **kinds)
 

@@ -73,7 +73,7 @@ class OneHead(ModelAnalysis):
             scores = available_scores(opened, ids, statistics, self.heldout_sequences)
             meter = CostMeter(opened.model, opened.windows(self.windows), batch_size=self.batch_size)
             live = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
-            config = FreezeConfig(max_fit_kl=self.max_fit_kl)
+            config = FreezeConfig(max_fit_kl=self.max_fit_kl, storage="compact")
             fits = fit_heads(opened.model, ids, statistics, live, config, Stopwatch())
             by_window, fit_kl = one_head_costs(meter, fits, config.backend, tuple(statistics.variance.shape))
         change, eligible = by_window.mean(-1), HeadSet(head for head in fits if fit_kl[head] <= self.max_fit_kl)
@@ -238,7 +238,7 @@ class JointCost(ModelAnalysis):
         measurable_heads(adapter_for(opened.model), both)  # raises for heads that cannot be frozen
         ids, windows = opened.calibration(), opened.windows(self.skip + self.windows)[self.skip :]
         with opened.autocast:
-            fits = fit_heads(opened.model, ids, calibrate(opened.model, ids), both, FreezeConfig(), Stopwatch())
+            fits = fit_heads(opened.model, ids, calibrate(opened.model, ids), both, FreezeConfig(storage="compact"), Stopwatch())
             meter = CostMeter(opened.model, windows, batch_size=self.batch_size)
             patterns = {head: each.pattern for head, each in fits.items() if each.pattern is not None}
             losses = {name: meter.losses(heads, patterns) for name, heads in sets.items()}
