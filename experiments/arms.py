@@ -218,7 +218,7 @@ def _answer() -> Iterator[Arm]:
             kinds: dict[str, tuple[str, Settings]] = {
                 frozen: ("exponential", {"settings": settings}),
                 f"{frozen}-pruned": ("pruned", {"settings": PRUNE, "heads": frozen}),
-                f"{k}-gate-taylor-{name}": ("pruned", {"settings": merged(GATES, freeze(rate))}),
+                f"{k}-gate-taylor-{name}": ("pruned", {"settings": merged(GATES, {"freeze": {"rate": rate}})}),
                 f"{frozen}-random": ("exponential", {"settings": merged(settings, {"freeze": RANDOM})}),
                 f"{frozen}-early": ("exponential", {"settings": settings, "at": 0.25}),
             }

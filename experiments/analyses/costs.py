@@ -238,7 +238,9 @@ class JointCost(ModelAnalysis):
         measurable_heads(adapter_for(opened.model), both)  # raises for heads that cannot be frozen
         ids, windows = opened.calibration(), opened.windows(self.skip + self.windows)[self.skip :]
         with opened.autocast:
-            fits = fit_heads(opened.model, ids, calibrate(opened.model, ids), both, FreezeConfig(storage="compact"), Stopwatch())
+            fits = fit_heads(
+                opened.model, ids, calibrate(opened.model, ids), both, FreezeConfig(storage="compact"), Stopwatch()
+            )
             meter = CostMeter(opened.model, windows, batch_size=self.batch_size)
             patterns = {head: each.pattern for head, each in fits.items() if each.pattern is not None}
             losses = {name: meter.losses(heads, patterns) for name, heads in sets.items()}

@@ -259,7 +259,7 @@ class Study:
         score, rate, of = self.settings.plan[title]
         event: dict[str, Any] = {"max_fit_kl": self.settings.max_fit_kl}
         if of is None:
-            event |= {**CHOICES[score], "count": budget(rate, self.head["eligible"])}
+            event |= {**CHOICES[score], "count": budget(rate, self.head["eligible"]), "storage": "compact"}
             event |= {"seed": self.settings.calibration_seed} if score == "random" else {}
         elif not (heads := (self.arm(of) or {})["facts"]["heads"]):
             return None

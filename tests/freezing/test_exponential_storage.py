@@ -1,6 +1,7 @@
 """Freezing with exponential patterns, through the public surface: what is installed, recorded, saved and undone."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,6 +54,17 @@ def test_freezing_is_exact_recorded_saved_and_undone(tmp_path):
     compact = [pattern.to_compact() for pattern in patterns.values()]
     saf.install_(model, report.heads, compact, backend="reference")
     torch.testing.assert_close(model(ids), frozen, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("length", "options", "storage"), [(4096, {}, "exponential"), (4096, {"backend": "toeplitz"}, "compact")]
+)
+def test_long_contexts_are_frozen_in_linear_time_by_default(length, options, storage):
+    model = GPT(replace(SHAPE, num_layers=1, max_length=length)).to(DEVICE)
+    ids = torch.randint(SHAPE.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
+    report = saf.freeze_(model, [ids], saf.FreezeConfig(max_fit_kl=9, **options))
+    assert report.config["storage"] == storage
+    assert [pattern.kind for pattern in report.patterns] == [storage]
 
 
 def test_a_head_that_the_sum_does_not_fit_stays_compact():
