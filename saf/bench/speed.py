@@ -39,7 +39,7 @@ from saf.ops import BACKENDS
 from saf.ops.live import FLASH_DECODE, KERNELS
 from saf.records.table import signed
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BEGIN_SHARE = 0.5
 """A point begins where the time left is at least this share of the longest point before it; it may end with fewer
 pairs."""

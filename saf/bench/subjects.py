@@ -367,8 +367,8 @@ LAYER_BLOCK_MS = 15.0
 class Op(Speed):
     """Time one layer's attention without projections: frozen heads alone, and the mixed layer.
 
-    Live and frozen heads stay separate results, as in training. A ratio is the ordinary layer's time over the other's:
-    above 1 the other is faster.
+    Live and frozen heads stay separate results, as in training. Each is timed forward, and forward and backward. A
+    ratio is the ordinary layer's time over the other's: above 1 the other is faster.
     """
 
     kind: ClassVar[str] = "op"
@@ -376,13 +376,9 @@ class Op(Speed):
     model: str = "124m"
     """Time a layer of this preset's sizes, its frozen heads drawn."""
     points: tuple[str, ...] = ("4096x8", "16384x2")
-    parts: tuple[Literal["frozen", "layer"], ...] = ("frozen", "layer")
-    """The frozen heads against the same heads as ordinary attention; the mixed layer against an ordinary one."""
-    directions: tuple[Literal["forward", "both"], ...] = ("forward", "both")
-    """Forward alone; forward and backward."""
     graphs: Literal["off", "on", "both"] = "both"
     """Time eager calls, replays of a CUDA graph (no launch cost, layers compiled), or both."""
-    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of the operands: bf16 on CUDA, fp32 on a CPU."""
     repeats: int = 20
 
@@ -392,21 +388,26 @@ class Op(Speed):
         require(not is_folder(self.model), f"model must be a preset, got {self.model}; time a folder by prefill")
         for point in self.parsed_points():
             self.plan(point)
-        launch_modes(self.graphs, self.execution.device)
+        self.variants()
+
+    def variants(self) -> list[str]:
+        """Name the ways in which each arm is timed, a direction and a launch mode: "forward call", "both graph"."""
+        modes = reversed(launch_modes(self.graphs, self.execution.device))
+        return [" ".join(each) for each in product(("forward", "both"), modes)]
 
     def cases(self, session: Session) -> Iterator[Case]:
         """Yield the frozen heads alone at each rate, and the whole layer at all rates."""
-        rates = list(dict.fromkeys(self.rates or (0.25, 0.5)))
-        for point, part in product(self.parsed_points(), self.parts):
-            shape = self.plan(point).shape
-            for some in [[rate] for rate in rates] if part == "frozen" else [rates]:
-                name = f"{point.name} {part}" + (f" {100 * some[0]:g}%" if part == "frozen" else "")
-                if part == "frozen" and shape.num_heads != shape.num_kv_heads:
-                    session.skip(name, "with grouped queries frozen heads share values; only the layer is compared")
-                elif few := [rate for rate in some if not self.layout(point, rate).num_frozen]:
-                    session.skip(name, f"a rate of {few[0]:g} freezes none of {shape.num_heads} heads")
+        for point in self.parsed_points():
+            shape, rates = self.plan(point).shape, []
+            for rate in dict.fromkeys(self.rates or (0.25, 0.5)):
+                if count := self.layout(point, rate).num_frozen:
+                    rates.append(rate)
+                    if shape.num_heads == shape.num_kv_heads:  # else frozen heads share values
+                        yield self._case(f"{point.name} frozen {100 * rate:g}%", point, [rate], alone=count)
                 else:
-                    yield self._case(name, point, part, some)
+                    session.skip(point.name, f"a rate of {rate:g} freezes none of {shape.num_heads} heads")
+            if rates:
+                yield self._case(f"{point.name} layer", point, rates)
 
     def layout(self, point: Point, rate: float) -> HeadLayout:
         """Return the layer's heads, the frozen ones drawn by the seed."""
@@ -414,23 +415,20 @@ class Op(Speed):
         drawn = torch.randperm(shape.num_heads, generator=generator)[: round(rate * shape.num_heads)].tolist()
         return HeadLayout(shape.num_heads, shape.num_kv_heads, tuple(sorted(drawn)))
 
-    def _case(self, name: str, point: Point, part: str, rates: Sequence[float]) -> Case:
-        """Return the comparisons of a part; ordinary arms of frozen heads alone have as many heads as are frozen."""
-        comparisons, alone = self.comparisons(rates), None
-        if part == "frozen":
-            skipped = ("free", "kernel") if "layer" in self.parts else ("free",)
-            comparisons = [each for each in comparisons if each.arm.role not in skipped]
-            alone = self.layout(point, rates[0]).num_frozen
-        modes, pool = [*reversed(launch_modes(self.graphs, self.execution.device))], GraphPool()
-        variants, shape = [" ".join(each) for each in product(self.directions, modes)], self.plan(point).shape
+    def _case(self, name: str, point: Point, rates: Sequence[float], *, alone: int | None = None) -> Case:
+        """Return the comparisons of a layer, or of as many frozen heads `alone` with as many ordinary ones."""
+        pool, shape = GraphPool(), self.plan(point).shape
         sizes = {each: getattr(shape, each) for each in ("num_heads", "num_kv_heads", "head_dim")}
         dtype = str(self.dtype_of(self.dtype)).removeprefix("torch.")
+        fields = {"part": "frozen" if alone else "layer", "alone": alone, "point": point.to_dict()}
         return Case(
             name=name,
-            fields={"part": part, "alone": alone, "point": point.to_dict(), "layer": sizes, "dtype": dtype},
-            comparisons=comparisons,
-            build=lambda arm: LayerSubject(self, point, arm, alone, pool, variants),
-            variants=variants,
+            fields={**fields, "layer": sizes, "dtype": dtype},
+            comparisons=[
+                each for each in self.comparisons(rates) if not (alone and each.arm.role in ("free", "kernel"))
+            ],
+            build=lambda arm: LayerSubject(self, point, arm, alone, pool),
+            variants=self.variants(),
             describe=lambda arm: {"heads": self.layout(point, arm.rate).num_frozen if arm.backend else 0},
         )
 
@@ -438,18 +436,14 @@ class Op(Speed):
 class LayerSubject:
     """One arm of one layer: checked, captured and timed over several buffers in turn, so that no cache holds them."""
 
-    def __init__(
-        self, settings: Op, point: Point, arm: Arm, alone: int | None, pool: GraphPool, variants: Sequence[str]
-    ):
+    def __init__(self, settings: Op, point: Point, arm: Arm, alone: int | None, pool: GraphPool):
         """`alone` is the number of frozen heads that are timed alone; None times the whole layer."""
-        self._settings, self._point, self._arm, self._alone = settings, point, arm, alone
-        self._pool, self._variants = pool, variants
+        self._settings, self._point, self._arm, self._alone, self._pool = settings, point, arm, alone, pool
         self._device, self._dtype = settings.execution.device, settings.dtype_of(settings.dtype)
         self._layout, self._head_dim = settings.layout(point, arm.rate), settings.plan(point).shape.head_dim
         self.facts: dict[str, Any] = {}
-        self._pattern: Any = None
-        function = self._ordinary() if arm.backend is None else self._frozen()
-        self._functions = {False: function, True: torch.compile(function)}
+        self._eager = self._ordinary() if arm.backend is None else self._frozen()
+        self._compiled = torch.compile(self._eager)
         heads = self._operands()
         size = point.batch_size * point.length * self._head_dim * sum(heads) * self._dtype.itemsize
         count = min(MAX_BUFFERS, math.ceil(WORKING_SET / size)) if settings.cuda else 1
@@ -459,6 +453,7 @@ class LayerSubject:
         self._passes: dict[str, tuple[Callable[[], Any], int]] = {}
 
     def _operands(self) -> tuple[int, int, int]:
+        """Return the numbers of query, key and value heads."""
         layout, ordinary = self._layout, self._arm.backend is None
         if self._alone:
             live = self._alone if ordinary else 0
@@ -474,27 +469,26 @@ class LayerSubject:
         return lambda query, key, value: (live_attention(query, key, value, kernel=kernel),)
 
     def _frozen(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Return the layer, or its frozen heads alone, which take only values; draw the patterns."""
+        """Draw the patterns; return the layer, or its frozen heads alone, which take only values."""
         if (arm := self._arm).kernel == FLEX:
             raise UnsupportedError("flex is measured for ordinary attention only")
         layout, seed = self._layout, self._settings.seed
-        self._pattern = drawn_patterns(arm.backend, layout.num_frozen, self._point.length, seed, self._device)
-        kv_head = None if self._alone else layout.kv_head
+        self._pattern: Any = drawn_patterns(arm.backend, layout.num_frozen, self._point.length, seed, self._device)
         options: dict[str, Any] = {"backend": arm.backend, "dtype": self._dtype, "device": self._device}
-        frozen = FrozenHeads.from_patterns(self._pattern, **options, kv_head=kv_head)
+        options["kv_head"] = None if self._alone else layout.kv_head
+        frozen = FrozenHeads.from_patterns(self._pattern, **options)
+        if self._alone:
+            return lambda value: (frozen_attention(value, frozen),)
 
-        def layer(*operands: Tensor) -> tuple[Tensor, ...]:
+        def layer(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
             """Return live and frozen heads as a model with a split output projection takes them."""
-            if len(operands) == 1:
-                return (frozen_attention(operands[0], frozen),)
-            query, key, value = operands
             parts = attention_parts(query, key, value, frozen, kernel=arm.live_kernel)
             return parts if len(parts) == 2 else parts[0].split([query.shape[1], frozen.num_frozen], 1)
 
         return layer
 
-    def _compiled(self, variant: str) -> bool:
-        """Return whether the arm's function is compiled.
+    def _function(self, variant: str) -> Callable[..., tuple[Tensor, ...]]:
+        """Return the arm's function, compiled or not.
 
         Layers with frozen heads are compiled where they are replayed as graphs, as inside a compiled model, and eager
         where they are called: a compiled function checks its guards at every call, a model once for all its layers.
@@ -502,7 +496,8 @@ class LayerSubject:
         """
         ordinary = self._arm.backend is None
         layer = not ordinary and not self._alone and variant.endswith(GRAPH)
-        return self._settings.execution.compile and (layer or (ordinary and self._arm.kernel == FLEX))
+        compiled = self._settings.execution.compile and (layer or (ordinary and self._arm.kernel == FLEX))
+        return self._compiled if compiled else self._eager
 
     def _draw(self, heads: int, generator: torch.Generator) -> Tensor:
         """Draw `[B, heads, T, D]`, laid out as projections leave them, `[B, T, heads, D]`."""
@@ -511,21 +506,21 @@ class LayerSubject:
         return drawn.to(self._dtype).transpose(1, 2)
 
     def _run(self, variant: str, number: int) -> tuple[Tensor, ...]:
-        inputs, function = self._inputs[number], self._functions[self._compiled(variant)]
+        inputs, function = self._inputs[number], self._function(variant)
         if variant.startswith("forward"):
             with torch.no_grad():
                 return function(*inputs)
         return torch.autograd.grad(function(*inputs), inputs, self._gradients[number])
 
     def warm_up(self) -> None:
-        settings, device = self._settings, self._device
-        for mode in dict.fromkeys(variant.split()[1] for variant in self._variants):
+        settings, device, variants = self._settings, self._device, self._settings.variants()
+        for mode in dict.fromkeys(variant.split()[1] for variant in variants):
             outputs = self._run(f"forward {mode}", 0)
             generator = torch.Generator(device).manual_seed(settings.seed + 1)
             self._gradients = [tuple(self._draw(each.shape[1], generator) for each in outputs) for _ in self._inputs]
             if self._arm.backend not in (None, FREE):
                 self._check(outputs[-1], mode)
-        for variant in self._variants:
+        for variant in variants:
 
             def every(variant: str = variant) -> None:
                 for number in range(len(self._inputs)):
@@ -538,7 +533,7 @@ class LayerSubject:
             self._passes[variant] = call, repeats_within(LAYER_BLOCK_MS, once, settings.repeats)
 
     def _check(self, output: Tensor, mode: str) -> None:
-        """Compare sampled outputs, and gradients of the values where these are timed, with Eq. (3) in float64."""
+        """Compare sampled outputs, and but for grouped queries gradients of the values, with Eq. (3) in float64."""
         layout, length = self._layout, output.shape[-2]
         slots = list(range(self._alone) if self._alone else layout.kv_head[layout.num_live :])
         at = torch.linspace(0, length - 1, min(SAMPLES, length), device=output.device).round().long()
@@ -546,7 +541,7 @@ class LayerSubject:
         patterns = [each.prefix(length).to(device=output.device) for each in pattern_for_each_head(self._pattern)]
         rows = [_entries(each, at[:, None], every[None]) for each in patterns]
         _compare("output", output[:, :, at], rows, self._inputs[0][-1].detach()[:, slots])
-        if "both" in self._settings.directions and not layout.grouped:
+        if not layout.grouped:
             gradient = self._run(f"both {mode}", 0)[-1][:, slots]
             columns = [_entries(each, every[None], at[:, None]) for each in patterns]
             _compare("gradient of the values", gradient[:, :, at], columns, self._gradients[0][-1])
@@ -557,8 +552,8 @@ class LayerSubject:
         return event_block(call, repeats=repeats, device=self._device, rest_ms=rest) / len(self._inputs)
 
     def kernels(self) -> list[dict[str, Any]]:
-        timed = sorted(self._passes, key=lambda variant: (variant.startswith("both"), variant.endswith(GRAPH)))
-        call, count = self._passes[timed[-1]][0], len(self._inputs)
+        call, _ = self._passes.get(f"both {GRAPH}") or self._passes[f"both {CALL}"]
+        count = len(self._inputs)
         kernels = kernels_of(call, self._device)
         return [kernel | {"calls": kernel["calls"] // count, "ms": kernel["ms"] / count} for kernel in kernels]
 

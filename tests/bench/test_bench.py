@@ -93,9 +93,9 @@ def test_an_operator_whose_gradient_is_wrong_is_not_timed(monkeypatch):
         return output.detach() / 2 + output / 2  # the right output, half its gradient
 
     monkeypatch.setattr("saf.bench.subjects.frozen_attention", wrong)
-    record = run("op", "tiny", points=("64x2",), rates=(0.5,), parts=("frozen",), **TOY)
+    record = run("op", "tiny", points=("64x2",), rates=(0.5,), **TOY | {"profile": False})
     assert "of the gradient" in record["left_out"][0]["why"]
-    assert {row["role"] for row in record["rows"]} == {"control"}
+    assert {row["role"] for row in record["rows"] if row["alone"]} == {"control"}
 
 
 def test_decode():
@@ -146,12 +146,6 @@ def test_fresh_blocks_are_of_processes_of_their_own(monkeypatch):
     assert FreshSubject(prefill, Point(16, 1, precision="fp32"), Arm("auto")).timed_block("call") > 0
     with pytest.raises(SafError, match="nothing"):
         FreshSubject(prefill, Point(16, 1, precision="fp32"), Arm("nothing")).timed_block("call")
-
-
-def test_points_beyond_the_time_allowed_are_left_out():
-    record = run("prefill", "tiny", points=("16x1", "32x1"), seconds=1e-3, **TOY)
-    assert record["rows"] == []
-    assert record["left_out"][-1] == {"what": "T=32 B=1 fp32", "why": "out of time"}
 
 
 FOLDER, ORDINARY = "a folder with frozen heads", "a folder without"

@@ -37,9 +37,3 @@ def test_nothing_measured_is_an_error(tmp_path):
     with pytest.raises(UnsupportedError, match="nothing could be measured"):
         run("update", "--out", path, "--model", "tiny", "--points", "16x1x1", "--seconds", "1e-3")
     assert read_json(path)["left_out"]
-
-
-def test_a_setting_of_another_benchmark_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        run("op", "--fresh")
-    assert "--fresh" in capsys.readouterr().err
