@@ -96,9 +96,10 @@ def test_equal_answers_still_have_an_interval():
 
 
 def test_the_interval_of_many_changes_is_that_of_their_standard_error():
-    ordinary, frozen = answered([0, 1] * 4_000 + [1] * 2_000), answered([1, 0] * 3_000 + [0, 1] * 1_000 + [1] * 2_000)
+    ordinary, frozen = answered([0, 1] * 4_000 + [1] * 2_000), answered([1, 0] * 3_000 + [0, 1] * 1_000 + [0] * 2_000)
     change = paired_answers(ordinary, frozen)
-    assert (change["gained"], change["lost"]) == (3_000, 3_000)
+    assert (change["gained"], change["lost"]) == (3_000, 5_000)
+    assert change["standard_error"] == pytest.approx((0.8 - 0.2**2) ** 0.5 / 100)
     ends = [change["difference"] + sign * 1.96 * change["standard_error"] for sign in (-1, 1)]
     assert change["ci95"] == pytest.approx(ends, rel=1e-3)
     with pytest.raises(CompareError, match="same questions"):
