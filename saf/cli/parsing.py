@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from inspect import cleandoc
@@ -152,28 +152,37 @@ def _value(word: str) -> Any:
         return word
 
 
-def _options_as_words(values: Mapping[str, Any]) -> list[str]:
+def _write_options(values: Mapping[str, Any]) -> list[str]:
     shown = ((name, value if isinstance(value, str) else json.dumps(value)) for name, value in values.items())
     return [word for pair in shown for word in pair]
 
 
-_TYPES: dict[Any, tuple[Any, str, Callable[..., Any], Callable[..., list[str]]]] = {
-    tuple[Head, ...]: (tuple, "LAYER:HEAD|FILE", read_heads, lambda heads: [f"{at}:{head}" for at, head in heads]),
-    dict[str, Any]: (dict, "NAME VALUE", _read_options, _options_as_words),
-    str | Score: (str, "NAME", lambda words: words[0], lambda name: [str(name)]),
+SPECS: dict[Any, PrimitiveConstructorSpec[Any]] = {
+    tuple[Head, ...]: PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="LAYER:HEAD|FILE",
+        instance_from_str=read_heads,
+        is_instance=lambda value: isinstance(value, tuple),
+        str_from_instance=lambda heads: [f"{layer}:{head}" for layer, head in heads],
+    ),
+    dict[str, Any]: PrimitiveConstructorSpec(
+        nargs="*",
+        metavar="NAME VALUE",
+        instance_from_str=_read_options,
+        is_instance=lambda value: isinstance(value, dict),
+        str_from_instance=_write_options,
+    ),
+    str | Score: PrimitiveConstructorSpec(  # in Python a score may be a function, too
+        nargs=1,
+        metavar="NAME",
+        instance_from_str=lambda words: words[0],
+        is_instance=lambda value: isinstance(value, str),
+        str_from_instance=lambda name: [name],
+    ),
 }
-"""The class, metavar, reader and writer of each type. Python takes a function as a score, a generator as a seed."""
+"""How types that tyro does not know are read and shown."""
 
 
 @RULES.primitive_rule
-def _types(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
-    if (known := _TYPES.get(info.type)) is None:
-        return None
-    kind, metavar, read, write = known
-    return PrimitiveConstructorSpec(
-        nargs="*" if kind in (tuple, dict) else 1,
-        metavar=metavar,
-        instance_from_str=read,
-        is_instance=lambda value: isinstance(value, kind),
-        str_from_instance=write,
-    )
+def _spec(info: PrimitiveTypeInfo) -> PrimitiveConstructorSpec | None:
+    return SPECS.get(info.type)
