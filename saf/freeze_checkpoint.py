@@ -68,8 +68,6 @@ class CheckpointFreezing:
     the heads against that."""
     calibration_seed: int | None = None
     """Choose calibration sequences by this random seed; by default the run's, or 0."""
-    capture_gb: float | None = None
-    """Keep at most this many GB of queries and keys at once; None takes half of the free memory."""
     finalize: bool = False
     """Drop the removed query and key rows: the checkpoint is smaller, and freezing cannot be undone."""
     device: Device = "auto"
@@ -139,18 +137,15 @@ def freeze_saved(
     if settings.out.exists():
         raise CheckpointError(f"{settings.out} exists already; remove it, or write to another folder")
     source = open_source(settings, say)
-    limit = None if settings.capture_gb is None else int(1e9 * settings.capture_gb)
     batches, heldout = ([*each.split(settings.batch_size)] for each in (source.calibration, source.heldout))
     with autocast(pick_device(settings.device), settings.precision):
-        plan = plan_calibration(source.model, batches, collect=settings.config.collect, capture_bytes=limit)
-        say(str(plan))
+        say(str(plan_calibration(source.model, batches, collect=settings.config.collect)))
         report = freeze_(
             source.model,
             batches,
             settings.config,
             heldout=heldout,
             accept_loss=settings.accept_loss or settings.heal is not None,
-            capture_bytes=limit,
             progress=countdown("calibrating", "layers"),
             joint_progress=countdown("measuring", "heads"),
             **source.options,

@@ -66,9 +66,9 @@ class FreezeConfig:
     """Replace a frozen head's attention by this pattern."""
     storage: Storage | Literal["auto"] = "auto"
     """Keep patterns as fitted key and distance logits (compact), as sums of damped cosines, which take linear time
-    (exponential; heads that do not fit stay compact), or entry by entry in float32 (dense) or bfloat16 (dense_bfloat16,
-    whose rows miss one by up to 0.004). auto is exponential from 4,096 calibration tokens on, else compact, as are
-    trainable patterns, those that need no fit and those of a named backend other than linear."""
+    (exponential; heads that do not fit stay compact), or entry by entry in float32 (dense). auto is exponential from
+    4,096 calibration tokens on, else compact, as are trainable patterns, those that need no fit and those of a named
+    backend other than linear."""
     fitter: str = "proportional"
     """Fit compact patterns by this fitter."""
     max_fit_kl: float = 0.2

@@ -218,10 +218,10 @@ def _fit(
     statistics: AttentionStatistics, heads: HeadSet, config: FreezeConfig, device: torch.device
 ) -> list[FittedHead]:
     """Return the patterns of heads from statistics that have all they need; fits run on `device`."""
-    options, storage = {"seed": config.seed} | config.pattern_options, config.storage_at(statistics.length)
+    options: dict[str, Any] = {"seed": config.seed} | config.pattern_options
+    storage = config.storage_at(statistics.length)
     if storage not in FITTED:
-        dtype = torch.bfloat16 if storage == "dense_bfloat16" else torch.float32
-        return [*map(FittedHead, dense_pattern(statistics, heads, config.pattern, dtype=dtype, **options).singles())]
+        return [*map(FittedHead, dense_pattern(statistics, heads, config.pattern, **options).singles())]
     if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
         return [*map(FittedHead, exact.canonical().singles())]
     # Lines 11 and 12: the pattern, its entries floored at 1e-9 and its rows normalised, enters by its marginals, the

@@ -17,9 +17,9 @@ from saf.heads import Head, HeadSet
 from saf.patterns import CompactPattern, DensePattern
 from saf.statistics import FLOOR, AttentionStatistics, required_keywords
 
-Storage = Literal["compact", "exponential", "dense", "dense_bfloat16"]
+Storage = Literal["compact", "exponential", "dense"]
 FITTED = ("compact", "exponential")
-"""Storages whose patterns are fitted to marginals; the others hold every entry."""
+"""Storages whose patterns are fitted to marginals; the other one holds every entry."""
 
 
 class Target(NamedTuple):

@@ -35,9 +35,7 @@ def pretrain(*words: str) -> TrainConfig:
 
 def test_commands_take_them_all():
     assert freeze(*WORDS) == CONFIG
-    assert freeze("--storage", "dense_bfloat16", "--budget", "1%") == FreezeConfig(
-        storage="dense_bfloat16", budget=0.01
-    )
+    assert freeze("--storage", "dense", "--budget", "1%") == FreezeConfig(storage="dense", budget=0.01)
     config = pretrain(*(word.replace("--", "--freeze.", 1) for word in WORDS), "--track-gradients")
     assert (config.freeze, config.track_gradients) == (CONFIG, True)
     assert pretrain("--freeze.rate", "0.25").freeze == FreezeConfig()
