@@ -40,8 +40,6 @@ def trained(accelerator=None, rank=0):
         optimizer.zero_grad()
         losses.append(loss.item() if accelerator is None else accelerator.reduce(loss.detach(), "mean").item())
     state = {name: one.detach().clone() for name, one in own.named_parameters()}
-    moments = {name: optimizer.state[one] for name, one in own.named_parameters()}
-    state |= {f"moment.{name}": each["exp_avg"].clone() for name, each in moments.items() if "exp_avg" in each}
     return state, [adapter_for(own).heads("frozen").to_list(), losses]
 
 
