@@ -94,8 +94,7 @@ def random_model(
 ) -> nn.Module:
     """Return a causal language model of a family (`"Qwen3"`, `"Llama"`) for up to `max_length` tokens.
 
-    Matrices are drawn from `generator`, normal with std 0.02; norms are one; embedding and output are tied. `sizes` are
-    fields of the family's configuration. Global random generators do not change.
+    Matrices are drawn from `generator`, normal with std 0.02; norms are one. `sizes` are fields of the configuration.
     """
     import transformers
 
@@ -105,10 +104,9 @@ def random_model(
     with torch.random.fork_rng(devices=devices), torch.device(device):
         model = cast(nn.Module, of_model(config))
     model.to(dtype)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.02, generator=generator)
-            else:
-                parameter.fill_(1.0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            nn.init.normal_(parameter, std=0.02, generator=generator)
+        else:
+            nn.init.ones_(parameter)
     return model

@@ -47,6 +47,8 @@ CAUSAL = ("ForCausalLM", "LMHeadModel")
 CARD = "README.md"
 _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 """Arguments of `from_pretrained` that locate files."""
+_PEFT = "_hf_peft_config_loaded"
+"""The attribute of a model whose `save_pretrained` writes only its peft adapters."""
 
 
 @cache
@@ -85,7 +87,7 @@ def save_pretrained(
         with new_files(folder) as new:
             write_description(new, state, tensors)
         write_section(folder, section(adapter))
-    elif adapter is None and config_entry(model.config) is not None and not _saves_adapters(model):
+    elif adapter is None and config_entry(model.config) is not None and not getattr(model, _PEFT, False):
         model.config = copy.deepcopy(model.config)  # another model with frozen heads may use it
         del model.config.saf
     return ordinary(model, save_directory, is_main_process, *rest, **options)
@@ -103,15 +105,10 @@ def _upload_modified_files(
     return ordinary(model, working_dir, repo_id, files_timestamps, **options)
 
 
-def _saves_adapters(model: Any) -> bool:
-    """Return whether `save_pretrained` of a model writes only its peft adapters."""
-    return getattr(model, "_hf_peft_config_loaded", False)
-
-
 def _edited_adapter(model: Any) -> Adapter | None:
     """Return the adapter of a model with edited heads; None for others, and where only peft adapters are saved."""
     states = (module for module in model.modules() if isinstance(module, HeadState))
-    ordinary = _saves_adapters(model) or all(state.layout.ordinary for state in states)
+    ordinary = getattr(model, _PEFT, False) or all(state.layout.ordinary for state in states)
     return None if ordinary else TransformersAdapter.of(model)
 
 
