@@ -14,7 +14,6 @@ from saf.records.files import (
     append_line,
     check_file,
     file_hash,
-    locked,
     new_files,
     new_folder,
     read_json,
@@ -150,12 +149,3 @@ def test_what_kills_left_is_cleared(tmp_path):
     (tmp_path / ".config.json.4711.tmp").touch()
     remove_leftovers_(tmp_path)
     assert names(tmp_path) == ["d"]
-
-
-def test_one_process_holds_a_lock(tmp_path):
-    file, busy = tmp_path / "lock", DataError("busy")
-    with locked(file, busy), pytest.raises(DataError, match="busy"), locked(file, busy):
-        pytest.fail("the second got in")
-    with locked(file, busy):
-        pass
-    assert names(tmp_path) == []

@@ -124,6 +124,7 @@ def test_a_folder_belongs_to_one_run_and_one_process(settings):
         pretrain(config)
     assert not Path(config.out).exists()
     pretrain(config)
+    assert not lock.exists()
     with pytest.raises(InputError, match="holds a run already"):
         pretrain(config)
     with pytest.raises(InputError, match="must be another folder than the data's"):
