@@ -18,10 +18,8 @@ from saf.fit import check_fitter, check_targets, fit_loss, fit_proportional
 from saf.patterns import CompactPattern, DampedCosines, ExponentialPattern
 
 MAX_EXTRA_KL = 0.02  # nats per row by which an exponential pattern may be further from its target than the compact fit
-MAX_CANCELLATION = 4.0
-"""Largest accepted mean of (sum of the poles' envelopes) / g: rounding errors of the sum grow by it."""
-MAX_SHORT_KL = 0.005
-"""Nats per row that the short form of alpha may cost more than an exponential pattern with every key free."""
+MAX_CANCELLATION = 4.0  # of the mean of (sum of the poles' envelopes) / g, by which rounding errors of the sum grow
+MAX_SHORT_KL = 0.005  # nats per row that the short form of alpha may cost more than one with every key free
 
 _POLES = (16, 32)  # numbers of poles, tried in turn
 _SINKS = 16  # keys with logits of their own in the short form of alpha

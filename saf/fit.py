@@ -19,8 +19,7 @@ from saf.log_sums import log_column_sums, log_diagonal_sums, log_row_sums
 from saf.patterns import CompactPattern
 from saf.statistics import FLOOR
 
-TOLERANCE = 1e-4
-"""Largest relative error of a marginal of a converged fit: its KL is then within 1e-6 nats of the oracle's."""
+TOLERANCE = 1e-4  # relative error of a marginal of a converged fit, whose KL is then within 1e-6 nats of the oracle's
 # Relative error of the sums of marginals: those measured in float32 or by tiles miss them by far less than this, those
 # of two different patterns by more.
 _CONSISTENCY = 1e-3

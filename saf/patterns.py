@@ -408,10 +408,11 @@ class DampedCosines:
     def __init__(self, damping: Tensor, frequency: Tensor, count: int):
         self.damping, self.frequency, self.count = damping, frequency, count
         self.block = max(1, round(count**0.5))
-        at = torch.arange(max(self.block, -(-count // self.block)), dtype=torch.float64, device=damping.device)
+        blocks = -(-count // self.block)
+        at = torch.arange(max(self.block, blocks), dtype=torch.float64, device=damping.device)
         pole = torch.complex(-damping, frequency)[..., None]
         self.near = (pole * at[: self.block]).exp()  # [N, P, B]
-        self.far = (pole * (at[: -(-count // self.block)] * self.block)).exp()  # [N, P, n / B]
+        self.far = (pole * (at[:blocks] * self.block)).exp()  # [N, P, n / B]
         real, imaginary = self.far.real, self.far.imag
         # c cos + s sin = Re((c - is) far near): the factors of both parts of `near`, by amplitude [N, 2, 2, P, n / B].
         self._factors = torch.stack([torch.stack([real, -imaginary], -3), torch.stack([imaginary, real], -3)], -4)

@@ -18,8 +18,7 @@ from saf.patterns import CompactPattern, DensePattern
 from saf.statistics import FLOOR, AttentionStatistics, required_keywords
 
 Storage = Literal["compact", "exponential", "dense"]
-FITTED = ("compact", "exponential")
-"""Storages whose patterns are fitted to marginals; the other one holds every entry."""
+FITTED = ("compact", "exponential")  # storages whose patterns are fitted to marginals; the other holds every entry
 
 
 class Target(NamedTuple):
@@ -34,10 +33,8 @@ class TargetKind(NamedTuple):
     """The functions that compute one pattern from `(statistics, heads)`."""
 
     dense: Callable[..., Tensor]  # returns the pattern, `[F, T, T]`
-    compact: Callable[..., Target] | None = None
-    """Returns the target of a compact fit; None takes it from the dense pattern."""
-    exact: Callable[..., CompactPattern] | None = None
-    """Returns the pattern itself, `[F]`, where it has key and distance logits and needs no fit."""
+    compact: Callable[..., Target] | None = None  # returns the target of a fit; None takes it from the dense pattern
+    exact: Callable[..., CompactPattern] | None = None  # returns the pattern, `[F]`, where it needs no fit
 
 
 def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:

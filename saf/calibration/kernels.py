@@ -20,11 +20,9 @@ from saf.ops.launch import SHARED_MEMORY, cdiv, launch, shared_memory
 from saf.ops.live import score_scale
 from saf.statistics import FLOOR
 
-SCRATCH_BYTES = 1 << 28
-"""Memory for the sums of tiles: row blocks are measured in bands whose sums fit, one block at least."""
+SCRATCH_BYTES = 1 << 28  # for the sums of tiles: row blocks are measured in bands whose sums fit, one block at least
 FLOAT32_BYTES = 160 << 10  # shared memory of a program in float32 at 256 channels, the largest of all
-PRECISION = "tf32x3"
-"""Precision of float32 products: three tf32 products take an eighth of the time; statistics stay within 1e-6."""
+PRECISION = "tf32x3"  # of float32 products: these take an eighth of the time, and statistics stay within 1e-6
 
 
 def measure_by_kernel(

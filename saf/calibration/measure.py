@@ -24,8 +24,7 @@ from saf.statistics import FLOOR
 
 MAX_DIM = 256  # most channels of a head that the kernels take: two steps of 128 fit into registers
 ROWS = 128  # rows of a strip: products of that height run near a device's peak, and a strip stays small
-STRIP_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}
-"""Entries of patterns in a strip: 64 MB of float32 on a CPU, 1 GB on a GPU."""
+STRIP_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}  # entries of a strip's patterns: 64 MB, or 1 GB, of float32
 NUM_POSITIONS = 64  # default number of query positions whose rows are collected: neighbouring rows are nearly the same
 
 
