@@ -78,15 +78,12 @@ def check_fitter(fitter: str, options: dict[str, Any]) -> None:
 class Certificate:
     """Marginal residuals of fitted patterns, `[...]` each; at the optimum of the convex Eq. (4) all are zero."""
 
-    max_relative: Tensor
-    """Largest |fitted / target - 1| over the meaningful entries of both marginals."""
+    max_relative: Tensor  # largest |fitted / target - 1| over the meaningful entries of both marginals
     l1: Tensor
     """Sum of |fitted - target| over both marginals and all entries, divided by T. If alpha and rho lie within r nats of
     an optimum in some gauge, the loss is at most r times this above its minimum, Eq. (S.12)."""
-    sweeps: Tensor
-    """Sweeps or steps taken."""
-    tolerance: float
-    """Largest error of a converged fit."""
+    sweeps: Tensor  # sweeps or steps taken
+    tolerance: float  # largest error of a converged fit
 
     @property
     def converged(self) -> Tensor:

@@ -26,12 +26,9 @@ class Pattern(ABC):
     """
 
     kind: ClassVar[str]
-    parts: ClassVar[tuple[str, ...]]
-    """Names of the tensors in `state`."""
-    trainable: ClassVar[bool] = False
-    """Whether the optimiser trains it."""
-    length: int
-    """T, in tokens."""
+    parts: ClassVar[tuple[str, ...]]  # names of the tensors in `state`
+    trainable: ClassVar[bool] = False  # whether the optimiser trains it
+    length: int  # T, in tokens
 
     @property
     @abstractmethod

@@ -22,28 +22,21 @@ class AttentionStatistics:
     `eta_*` and `row_entropy` are of the mean pattern, floored at 1e-9 and normalised by row.
     """
 
-    variance: Tensor
-    """`[L, H]` attention variance, Eq. (1)."""
-    forward_kl: Tensor
-    """`[L, H]` row-averaged KL from each sequence's pattern to the mean, in nats, Eq. (2)."""
-    eta_abs: Tensor
-    """`[L, H, T]` weight of each key position in the mean pattern, summed over queries, Eq. (S.4); it sums to T."""
-    eta_rel: Tensor
-    """`[L, H, T]` weight at each distance 0 to T - 1, summed over queries, Eq. (S.4); it sums to T."""
-    row_entropy: Tensor
-    """`[L, H]` row-averaged entropy of the mean pattern, in nats, Eq. (S.4)."""
+    variance: Tensor  # `[L, H]` attention variance, Eq. (1)
+    forward_kl: Tensor  # `[L, H]` row-averaged KL from each sequence's pattern to the mean, in nats, Eq. (2)
+    eta_abs: Tensor  # `[L, H, T]` weight of each key position, summed over queries, Eq. (S.4); it sums to T
+    eta_rel: Tensor  # `[L, H, T]` weight at each distance from 0, summed over queries, Eq. (S.4); it sums to T
+    row_entropy: Tensor  # `[L, H]` row-averaged entropy of the mean pattern, in nats, Eq. (S.4)
     length: int
     num_sequences: int
-    sequences_hash: str
-    """SHA-256 of the calibration tokens."""
+    sequences_hash: str  # SHA-256 of the calibration tokens
     lengths: tuple[int, ...] = ()
     """Tokens of each sequence, longest first, where they are unequal; `length` is the longest. A row's mean and
     variance are over the sequences that reach it. Scores average the rows that two or more reach."""
     collected: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors by name, see `saf.calibration.COLLECTIONS`; the first dimension follows `collected_heads`."""
     collected_heads: HeadSet = field(default_factory=HeadSet)
-    positions: tuple[int, ...] = ()
-    """Query positions of `mean_rows`, `rows` and `logit_rows`."""
+    positions: tuple[int, ...] = ()  # query positions of `mean_rows`, `rows` and `logit_rows`
 
     def __repr__(self) -> str:
         layers, heads = self.variance.shape
