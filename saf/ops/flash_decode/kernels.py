@@ -200,7 +200,7 @@ def _sum_frozen(
         seen = real[:, None] & inside[None, :] & (lag >= 0)
         b_distance = tl.load(distance_ptr + o_table[:, None] + lag, mask=seen, other=0.0).to(tl.float32)
         b_key_scale = tl.load(key_scale_ptr + o_table[:, None] + (o_k - pad)[None, :], mask=seen, other=0.0)
-        b_weight = b_distance * b_key_scale * b_row_scale[:, None]
+        b_weight = b_distance * b_key_scale * b_row_scale[:, None]  # P(i, j) of Eq. (3)
         p_k = p_v + o_k.to(tl.int64)[:, None] * v_stride_t + o_d[None, :]
         b_v = tl.load(p_k, mask=inside[:, None] & (o_d < D)[None, :], other=0.0)
         acc = add_product(acc, b_weight, b_v, "ieee")

@@ -286,7 +286,7 @@ def _compact_rows(
         o_k = k0 + tl.arange(0, BK)
         b_rho = band_tile(p_band, band_stride, query, key, PAD + m0 - k0)
         b_alpha = tl.load(p_alpha + o_k, mask=o_k < T, other=float("-inf"))
-        b_p = tl.exp2((b_rho - b_z[:, None]) + b_alpha[None, :])
+        b_p = tl.exp2((b_rho - b_z[:, None]) + b_alpha[None, :])  # P(i, j) of Eq. (3)
         b_v = load_rows(p_v, k0, v_stride_t, T, BK, D, DP, EVEN)
         b_out = add_product(b_out, b_p, b_v, "ieee")
     return b_out
@@ -487,7 +487,7 @@ def _compact_keys(
         b_rho = band_tile(p_band, band_stride, query, key, PAD + m0 - k0)
         # Rows beyond T: +inf makes their weights zero; unnormalised ones may be infinite, and their gradients are zero.
         b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=float("inf"))
-        b_p = tl.exp2((b_rho - b_z[None, :]) + b_alpha[:, None])
+        b_p = tl.exp2((b_rho - b_z[None, :]) + b_alpha[:, None])  # P(i, j) of Eq. (3), [key, query]
         b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
         b_dv = add_product(b_dv, b_p, b_grad, "ieee")
     return b_dv

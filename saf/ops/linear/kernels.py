@@ -235,6 +235,7 @@ def mix_kernel(
         b_u2 = load_chunk(p_x, p_before, pad, begin - 2, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
     for step in tl.range(0, stretch, num_stages=STAGES):
         b_u0 = load_chunk(p_x, p_before, pad, begin + step, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
+        # y_c of (S.32), before it is scaled.
         b_o = add_product(tl.zeros((C, BN), tl.float32), b_g0, b_u0, PRECISION)
         if REACH > 1:
             b_o = add_product(b_o, b_g1, b_u1, PRECISION)

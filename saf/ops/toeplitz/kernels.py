@@ -223,7 +223,7 @@ def toeplitz_kernel(
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
         b_g = _load_tile(table_ptr, m0, k0, TRANSPOSE, TILE, BM, BK)
         b_x = _load_input(p_x + o_x, k0 + o_k < T, o_n < N, EVEN_T, EVEN_N)
-        acc = add_product(acc, b_g, b_x, PRECISION)
+        acc = add_product(acc, b_g, b_x, PRECISION)  # sum_j g(i - j) u[j] (S.13); transposed g(j - i) (S.15)
         p_x += BK * N
     _store_scaled(
         out_ptr + i_h * out_stride_h, after_ptr + i_h * after_stride_h, acc, m0 + tl.arange(0, BM), o_n, T, N,
