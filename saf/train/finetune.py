@@ -119,10 +119,8 @@ def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
     edited = [kind for kind in EDITED if any(layer.get(kind) for layer in layers)]
     if config.freeze is not None or edited:
         parent = f"; {config.parent} has {' and '.join(edited)} heads" if edited else ""
-        raise InputError(
-            f"epochs must be chosen by the ordinary model{parent}: finetune that first, then this arm --like it, or "
-            "give epochs"
-        )
+        remedy = "finetune that first, then this arm with --like; or give epochs"
+        raise InputError(f"epochs must be chosen by the ordinary model{parent}: {remedy}")
     if config.min_lr_ratio != 1 or config.warmup != 0:
         raise InputError("epochs can be chosen with a constant rate alone (min_lr_ratio=1, warmup=0); or give epochs")
     recorded = pending_choice(config.out)

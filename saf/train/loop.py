@@ -123,9 +123,9 @@ def finish(run: Run) -> dict[str, Any]:
     """
     final, budget = on_rank0(lambda: latest(run.checkpoints)), run.config.time_budget_seconds
     if final is None or (budget is not None and run.update == run.start):
+        spent = f"{run.elapsed.total:.1f} s passed before the first one"
         raise InputError(
-            f"time_budget_seconds={budget:g} must allow an update, and {run.elapsed.total:.1f} s passed before the "
-            "first one; allow more time, in another folder"
+            f"time_budget_seconds={budget:g} must allow an update, and {spent}; allow more, in another folder"
         )
     with run.updater.parallel.whole():
         checkpoints: dict[str, str | None] = {"final": on_rank0(lambda: checkpoint_hash(final))}

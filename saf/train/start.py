@@ -155,14 +155,10 @@ def check_freeze(config: Any, execution: Execution) -> None:
     if schedule is not None and not isinstance(schedule, OneTime | Gradual):
         names = ("heads", "match", "match_heads", "max_per_layer", "below")
         if wrong := [name for name in names if getattr(freeze, name) is not None]:
-            raise InputError(
-                f"{' and '.join(wrong)} must be left out with a {schedule.name} schedule, which chooses heads anew at "
-                "every event; give only or exclude"
-            )
+            reason = f"left out with a {schedule.name} schedule, which selects heads anew; give only or exclude"
+            raise InputError(f"{' and '.join(wrong)} must be {reason}")
     if freeze.whole_groups and schedule is not None and not isinstance(schedule, OneTime):
-        raise InputError(
-            f"whole_groups needs a one_time schedule, got {schedule.name}, whose groups end inside a KV group"
-        )
+        raise InputError(f"whole_groups needs a one_time schedule, got {schedule.name}, which may split a KV group")
     dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
     if freeze.operation == Freeze.kind:
         choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
