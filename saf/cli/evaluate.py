@@ -152,21 +152,11 @@ class Command:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
         show_task = lambda name, *counts: progress(f"answering {name}", "requests", *counts)  # noqa: E731
         answers = ask(opened, self, longest=self.length, progress=show_task)
-        facts = {
-            "precision": precision_in_use(opened.model, self.precision),
-            "of": model_facts(opened.model),
-            "longest": self.length or opened.longest,
-        }
-        return on_rank0(
-            lambda: zero_shot_record(
-                answers,
-                {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")},
-                facts=facts,
-                out=self.out,
-                device=device_name(pick_device(self.device)),
-                checkpoints=opened.checkpoints,
-            )
-        )
+        settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
+        facts = {"precision": precision_in_use(opened.model, self.precision), "of": model_facts(opened.model)}
+        facts["longest"] = self.length or opened.longest
+        place = {"out": self.out, "device": device_name(pick_device(self.device)), "checkpoints": opened.checkpoints}
+        return on_rank0(lambda: zero_shot_record(answers, settings, facts=facts, **place))
 
 
 parse_words = partial(parse, Command, prog="saf evaluate")
