@@ -43,10 +43,7 @@ def test_distance_and_cost_use_what_both_know():
     costs = {"0.25": {"mean": 0.6, "sharp": 0.5, "random": 9.0}, "0.5": {"mean": 1.0, "random": 2.0}}
     within, pooled = distance_and_cost(distances, costs)
     assert within == {"0.25": pytest.approx(0.5), "0.5": pytest.approx(1.0)}
-    centred = torch.tensor([-1.0, 0, 1, -0.5, 0.5]), torch.tensor([0.0, -1, 1, -0.5, 0.5])
-    expected = (centred[0] @ centred[1] / (centred[0].norm() * centred[1].norm())).item()
-    assert pooled == pytest.approx(expected)
-    assert within["0.25"] == pytest.approx(spearman(torch.tensor([0.0, 2, 3]), torch.tensor([0.6, 0.5, 9])))
+    assert pooled == pytest.approx(np.corrcoef([-1.0, 0, 1, -0.5, 0.5], [0.0, -1, 1, -0.5, 0.5])[0, 1])
 
 
 def test_distances_from_the_measured_mean(model, ids, run_dense):
@@ -107,7 +104,6 @@ def test_spearman_with_ties_and_missing_values():
     y = torch.tensor([[1.0, 4.0, 0.0], [5.0, 8.0, torch.nan]])
     assert spearman(x, y) == pytest.approx(stats.spearmanr([3, 1, 1, 9], [1, 4, 0, 8]).statistic)
     assert math.isnan(spearman(torch.ones(4), torch.arange(4.0)))
-    assert math.isnan(spearman(torch.tensor([1.0, torch.nan]), torch.ones(2)))
 
 
 def test_stratified_is_the_mean_of_equal_strata_and_ignores_differences_between_them(generator):
@@ -118,9 +114,8 @@ def test_stratified_is_the_mean_of_equal_strata_and_ignores_differences_between_
     assert stratified_spearman(shifted) == pytest.approx(mean)
 
 
-@pytest.mark.parametrize("covariates", [0, 2])
-def test_partial_spearman_is_the_correlation_of_residuals(rng, covariates):
-    values = rng.normal(size=(2 + covariates, 5, 6))
+def test_partial_spearman_is_the_correlation_of_residuals(rng):
+    values = rng.normal(size=(4, 5, 6))
     values[1] += values[0]
     values[0, 2, 3] = np.nan
     found = partial_spearman(*map(torch.tensor, values[:2]), covariates=[torch.tensor(v) for v in values[2:]])

@@ -47,8 +47,7 @@ def test_an_arm_of_two_recipes_is_run_once_and_a_second_command_makes_nothing(in
     assert not execute(runs, inputs).failed
     result = tmp_path / "smoke/4k-mean-25/seed-1337/result.json"
     record, written = json.loads(result.read_text()), result.stat().st_mtime_ns
-    place = {name: record["experiment"][name] for name in ("scale", "arm", "seed")}
-    assert place == {"scale": "smoke", "arm": "4k-mean-25", "seed": 1337}
+    assert record["experiment"].items() >= {"scale": "smoke", "arm": "4k-mean-25", "seed": 1337}.items()
     assert len(record["provenance"]["heads"]) == 4  # a quarter of 2 layers x 8 heads
     assert record["checks"] == CHECKS
     execute(plan(wanted, SMOKE, tmp_path), inputs)
@@ -163,14 +162,11 @@ def test_a_dry_run_lists_tokens_and_makes_nothing(tmp_path, capsys):
     *_, short, _, total = capsys.readouterr().out.splitlines()
     assert "at 4,096 tokens of context: 2 runs, 3,686,400,000 tokens, 1.0 hours" in short
     assert "in all: 4 runs, 7,372,800,000 tokens, 2.0 hours" in total
-    assert not list(tmp_path.iterdir())
-
-
-def test_arms_of_first_seed_rows_alone_have_one_run(tmp_path, capsys):
     assert main(["recall", "later_intervention", "--scale", "paper", "--dry-run", "--out", str(tmp_path)]) == 0
     listed = [line.partition(" ")[0] for line in capsys.readouterr().out.splitlines()]
-    assert listed.count("recovery-mean-25") == 1
+    assert listed.count("recovery-mean-25") == 1  # its rows are of the first seed alone
     assert listed.count("recall-later-mean-25") == listed.count("later-pruned-25") == 3
+    assert not list(tmp_path.iterdir())
 
 
 def test_mistakes_are_one_line(tmp_path, capsys):

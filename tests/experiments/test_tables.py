@@ -76,13 +76,8 @@ def table(records: dict, of: Recipe = RECIPE) -> RecipeTable:
 
 @pytest.fixture
 def records() -> dict:
-    answered = {"0": 0.5, "200": 0.75}
-    reports = {
-        update: {
-            "recall": {"tests": [{"length": 512, "pairs": 8, "accuracy": share}], "development": {"accuracy": share}}
-        }
-        for update, share in answered.items()
-    }
+    tests = {update: [{"length": 512, "pairs": 8, "accuracy": share}] for update, share in (("0", 0.5), ("200", 0.75))}
+    reports = {update: {"recall": {"tests": each, "development": {"accuracy": 1.0}}} for update, each in tests.items()}
     found = {}
     for seed, shift in ((1337, 0.0), (1338, 0.02)):
         found["ordinary", seed] = record(3.0 + shift)
