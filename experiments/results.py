@@ -130,6 +130,7 @@ MEMORY_COLUMNS = {"peak memory": "", "against ordinary": "", "paper": "paper "}
 """Columns of benchmarks that pages show, each with its word inside a cell; all are in cells.csv."""
 PAGE_TABLES = ("Perplexity and healing",)
 """Tables of analyses in recipes that pages show; the others are in cells.csv."""
+BOLD_NUMBER = r"\*\*([^*]*\d[^*]*)\*\*"
 RUN_COLUMNS = ("heads frozen", "perplexity", "change, 95% interval", "median update", "peak memory", "freezing took")
 
 
@@ -197,14 +198,12 @@ def stale(results: Path, docs: Path) -> list[str]:
         if not path.is_file() or path.read_text() != text
     ]
     cells = rendered[results / "cells.csv"]
-    for answers in (docs / "results.md", docs / "results" / "answer.md"):
-        for number in re.findall(r"\*\*([^*]*\d[^*]*)\*\*", answers.read_text() if answers.is_file() else ""):
-            if number not in cells:
-                problems.append(f"{answers}: {number} stands in no cell of {results}/cells.csv")
-    readme = docs.parent / "README.md"
-    for number in _numbers_of_tables(readme.read_text() if readme.is_file() else ""):
-        if number not in cells:
-            problems.append(f"{readme}: {number} stands in no cell of {results}/cells.csv")
+    for path in (docs / "results.md", docs / "results" / "answer.md", docs.parent / "README.md"):
+        text = path.read_text() if path.is_file() else ""
+        numbers = _numbers_of_tables(text) if path.name == "README.md" else re.findall(BOLD_NUMBER, text)
+        problems += [
+            f"{path}: {each} stands in no cell of {results}/cells.csv" for each in numbers if each not in cells
+        ]
     return problems
 
 

@@ -40,7 +40,7 @@ from saf.targets import (
 )
 
 QUERIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
-"""Shares of the length at which the paper looks."""
+"""The paper's query positions, as shares of the length."""
 FAMILIES = ("resampled", "gaussian", "dirichlet")
 SCALE = 4.0
 """Factor of Dirichlet concentrations in diagnostics; patterns to install take 16 (paper, appendix)."""
@@ -86,14 +86,13 @@ class Distributions(ModelAnalysis):
         count, fitted = self.sequences, round(self.fitted * self.sequences)
         if fitted < 4 or count - fitted < 2:
             raise InputError(f"models need four sequences to be fitted to and two others; got {fitted} of {count}")
-        ids, positions = opened.calibration(), query_positions(opened.length)
+        ids, positions = opened.calibration(), sorted({max(1, round(share * opened.length) - 1) for share in QUERIES})
         with opened.autocast:
             say(f"calibrating on {count} sequences")
             heads = select(score(calibrate(opened.model, ids), "variance"), self.rate)
             measured = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
         order = list(heads)
-        shown = [order[number * len(order) // self.shown] for number in range(self.shown)]
-        shown = order if len(order) <= self.shown else shown
+        shown = order[:: max(1, -(-len(order) // self.shown))]
         values = {
             "sequences": [fitted, count - fitted],
             "heads": heads.to_list(),
@@ -165,17 +164,7 @@ class Distributions(ModelAnalysis):
         return drawn
 
 
-def query_positions(length: int) -> tuple[int, ...]:
-    """Return the paper's query positions, from 0."""
-    return tuple(sorted({max(1, round(share * length) - 1) for share in QUERIES}))
-
-
 # --- rows drawn from models of their variation over sequences
-
-
-def resampled_rows(rows: Tensor, count: int, *, seed: int, key: Key) -> Tensor:
-    """Return `count` of the rows `[N, W]`, drawn with replacement: the reference for finite samples."""
-    return rows[torch.from_numpy(stream_of(seed, key).integers(len(rows), size=count))]
 
 
 def gaussian_rows(logits: Tensor, count: int, *, seed: int, key: Key) -> Tensor:
@@ -252,8 +241,9 @@ def row_distances(
             for run in range(SETS):
                 chosen = others[torch.randperm(held, generator=generator)[:size]]
                 key = (*head, position, run)
+                again = torch.from_numpy(stream_of(seed, key).integers(fitted, size=size))
                 drawn = {
-                    "resampled": resampled_rows(own, size, seed=seed, key=key),
+                    "resampled": own[again],  # with replacement: the reference for finite samples
                     "gaussian": gaussian_rows(before, size, seed=seed, key=key),
                     "dirichlet": dirichlet_rows(own, size, seed=seed, key=key, scale=scale),
                 }
