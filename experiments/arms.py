@@ -366,12 +366,7 @@ def _ideas() -> Iterator[Arm]:
 
 # --- after a full run; 1B
 
-LATER_ARMS: dict[str, Settings] = {
-    "ordinary": {},
-    "mean-25": freeze(0.25),
-    "pruned-25": PRUNE,
-    "gate-taylor-25": GATES,
-}
+LATER_ARMS: dict[str, Settings] = {"ordinary": {}, "mean-25": freeze(0.25), "pruned-25": PRUNE, "gate-taylor-25": GATES}
 
 
 def _later() -> Iterator[Arm]:

@@ -23,8 +23,7 @@ class Source:
 
 _FLASH = "GH200, bfloat16, ordinary heads on flash attention"
 QUALITY = Source(
-    "tab:main-results",
-    "perplexity of 124M, mean ± SE of three seeds, 5,000 updates of 491,520 tokens, frozen halfway",
+    "tab:main-results", "perplexity of 124M, mean ± SE of three seeds, 5,000 updates of 491,520 tokens, frozen halfway"
 )
 RATES = Source("tab:training-systems-details", f"124M, {_FLASH}, T=4096, B=8, 15 micro-batches an update")
 NATIVE = Source(

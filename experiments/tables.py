@@ -7,10 +7,10 @@ The path is `numbers` of records (scale, arm, seed, metric, value), then the met
 import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from textwrap import wrap
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -36,44 +36,53 @@ PAPER_EXCHANGE = 0.14
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row with the numbers of all arms: metrics that compare arms are computed from it, in percent."""
+    """A row with the numbers of all arms: metrics that compare arms are computed from it, in percent.
+
+    NaN stands for a number that there is not, and for an arm compared with itself.
+    """
 
     row: Row
     references: Mapping[str, str | None]
     """The reference of each arm of the recipe."""
     get: Callable[[str | None, str], Any]
-    """Returns an arm's number of a metric, one a seed or one a resample; NaN where there is none."""
+    """Returns an arm's number of a metric, one a seed or one a resample."""
 
-    def gap(self, metric: str, arm: str | None, reference: str | None) -> Any:
-        """Return an arm's number minus another's; NaN for an arm and itself."""
-        return self.get(arm, metric) - self.get(None if reference == arm else reference, metric)
+    def pair(self, metric: str, role: Literal["reference", "against"]) -> tuple[Any, Any]:
+        """Return a number of the row's arm, and that of the arm it is compared with."""
+        other = getattr(self.row, role)
+        return self.get(self.row.arm, metric), self.get(None if other == self.row.arm else other, metric)
 
-    def ratio(self, metric: str, arm: str | None, reference: str | None) -> Any:
-        """Return an arm's number over another's; NaN for an arm and itself."""
-        return self.get(arm, metric) / self.get(None if reference == arm else reference, metric)
+    def gap(self, metric: str, role: Literal["reference", "against"]) -> Any:
+        own, other = self.pair(metric, role)
+        return own - other
 
-    def change(self, arm: str | None, reference: str | None) -> Any:
-        """Return how far an arm's perplexity is above another's."""
-        return 100.0 * np.expm1(self.gap("loss", arm, reference))
+    def ratio(self, metric: str, role: Literal["reference", "against"]) -> Any:
+        own, other = self.pair(metric, role)
+        return own / other
 
-    def own_change(self, arm: str | None) -> Any:
-        return self.change(arm, self.references.get(arm or ""))
+    def change(self, role: Literal["reference", "against"]) -> Any:
+        """Return how far perplexity is above another arm's."""
+        return 100.0 * np.expm1(self.gap("loss", role))
 
-    def companion_change(self, role: str) -> Any:
-        return self.own_change(self.row.companions.get(role))
+    def extra(self) -> Any:
+        """Return how many more updates the arm has than its reference."""
+        return 100.0 * (self.ratio("updates", "reference") - 1.0)
 
-    def extra(self, arm: str | None, reference: str | None) -> Any:
-        """Return how many more updates an arm has than another."""
-        return 100.0 * (self.ratio("updates", arm, reference) - 1.0)
+    def of(self, arm: str | None) -> "Comparison":
+        """Return another arm compared with its own reference; without an arm it has no numbers."""
+        return replace(self, row=Row(arm=arm or "", label="", reference=self.references.get(arm or "")))
+
+    def companion(self, role: str) -> "Comparison":
+        return self.of(self.row.companions.get(role))
 
     def exchange(self) -> Any:
         """Return how far perplexity falls with 1% more tokens, from an ordinary run that had more."""
-        arm = self.row.companions.get("exchange")
-        return -self.own_change(arm) / self.extra(arm, self.references.get(arm or ""))
+        more = self.companion("exchange")
+        return -more.change("reference") / more.extra()
 
     def at_tokens(self, rate: Any) -> Any:
         """Return the change at matched tokens less the worth of the tokens that the arm gains in time."""
-        return self.companion_change("tokens") - rate * self.extra(self.row.arm, self.row.reference)
+        return self.companion("tokens").change("reference") - rate * self.extra()
 
 
 @dataclass(frozen=True)
@@ -88,56 +97,48 @@ class Metric:
     """Whether the number of each seed is shown in place of their mean."""
 
 
+def _by_seed(title: str, places: int, signed: bool, of: Callable[[Comparison], Any]) -> Metric:
+    return Metric(f"{title} by seed (%)", places, signed, of, every_seed=True)
+
+
+def _difference(c: Comparison) -> Any:
+    return c.change("reference") - c.of(c.row.against).change("reference")
+
+
+def _exchange(c: Comparison) -> Any:
+    return c.exchange() if c.row.companions.get("exchange") == c.row.arm else math.nan
+
+
 METRICS = {
     "perplexity": Metric("perplexity", 3),
-    "delta": Metric("change (%)", 3, True, lambda c: c.change(c.row.arm, c.row.reference)),
-    "difference": Metric(
-        *("difference (points)", 3, True),
-        lambda c: c.change(c.row.arm, c.row.reference) - c.own_change(c.row.against),
-    ),
-    "relative": Metric("difference (%)", 3, True, lambda c: c.change(c.row.arm, c.row.against)),
-    "time_ratio": Metric("time ratio", 3, False, lambda c: c.ratio("minutes", c.row.arm, c.row.against)),
-    "time_difference": Metric("difference (s)", 1, True, lambda c: 60 * c.gap("minutes", c.row.arm, c.row.against)),
-    "raw": Metric("change at measured time (%)", 3, True, lambda c: c.companion_change("raw")),
-    "extra": Metric("extra tokens (%)", 2, True, lambda c: c.extra(c.row.arm, c.row.reference)),
-    "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.companion_change("tokens")),
-    "paper_exchange": Metric(
-        *(f"change estimated at {PAPER_EXCHANGE}% (%)", 3, True),
-        lambda c: c.at_tokens(PAPER_EXCHANGE),
-    ),
-    "own_exchange": Metric(
-        *("change estimated at the measured rate (%)", 3, True),
-        lambda c: c.at_tokens(c.exchange()),
-    ),
-    "exchange": Metric(
-        *("decrease for 1% more tokens (%)", 3, False),
-        lambda c: c.exchange() if c.row.companions.get("exchange") == c.row.arm else math.nan,
-    ),
+    "delta": Metric("change (%)", 3, True, lambda c: c.change("reference")),
+    "difference": Metric("difference (points)", 3, True, _difference),
+    "relative": Metric("difference (%)", 3, True, lambda c: c.change("against")),
+    "time_ratio": Metric("time ratio", 3, False, lambda c: c.ratio("minutes", "against")),
+    "time_difference": Metric("difference (s)", 1, True, lambda c: 60 * c.gap("minutes", "against")),
+    "raw": Metric("change at measured time (%)", 3, True, lambda c: c.companion("raw").change("reference")),
+    "extra": Metric("extra tokens (%)", 2, True, Comparison.extra),
+    "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.companion("tokens").change("reference")),
+    "paper_exchange": Metric("change estimated at 0.14% (%)", 3, True, lambda c: c.at_tokens(PAPER_EXCHANGE)),
+    "own_exchange": Metric("change estimated at the measured rate (%)", 3, True, lambda c: c.at_tokens(c.exchange())),
+    "exchange": Metric("decrease for 1% more tokens (%)", 3, False, _exchange),
     "accuracy": Metric("accuracy (%)", 2),
-    "seeds": Metric("accuracy by seed (%)", 2, False, lambda c: c.get(c.row.arm, "accuracy"), every_seed=True),
-    "delta_seeds": Metric(
-        *("change by seed (%)", 3, True), lambda c: c.change(c.row.arm, c.row.reference), every_seed=True
-    ),
-    "points_against": Metric(
-        *("difference of accuracy (points)", 3, True), lambda c: c.gap("accuracy", c.row.arm, c.row.against)
-    ),
+    "seeds": _by_seed("accuracy", 2, False, lambda c: c.get(c.row.arm, "accuracy")),
+    "delta_seeds": _by_seed("change", 3, True, lambda c: c.change("reference")),
+    "points_against": Metric("difference of accuracy (points)", 3, True, lambda c: c.gap("accuracy", "against")),
     "epochs": Metric("epochs", 0),
     "example_tokens": Metric("mean tokens of a training example", 1),
-    "points": Metric("change of accuracy (points)", 2, True, lambda c: c.gap("accuracy", c.row.arm, c.row.reference)),
-    "speedup": Metric("speedup", 3, False, lambda c: 1.0 / c.ratio("update", c.row.arm, c.row.reference)),
-    "peak_change": Metric(
-        *("change of peak memory (%)", 2, True),
-        lambda c: 100.0 * (c.ratio("peak", c.row.arm, c.row.reference) - 1.0),
-    ),
+    "points": Metric("change of accuracy (points)", 2, True, lambda c: c.gap("accuracy", "reference")),
+    "speedup": Metric("speedup", 3, False, lambda c: 1.0 / c.ratio("update", "reference")),
+    "peak_change": Metric("change of peak memory (%)", 2, True, lambda c: 100 * (c.ratio("peak", "reference") - 1)),
     "gate": Metric("development accuracy (%)", 2),
     **{recall_metric(*test): Metric(f"recall at {test[0]:,} / {test[1]} (%)", 2) for test in (*RECALL, *SMOKE_RECALL)},
     **{
-        f"{recall_metric(*test)} seeds": Metric(
-            *(f"recall at {test[0]:,} / {test[1]} by seed (%)", 2, False),
-            lambda c, test=test: c.get(c.row.arm, recall_metric(*test)),
-            every_seed=True,
+        f"{metric} seeds": _by_seed(
+            f"recall at {length:,} / {pairs}", 2, False, lambda c, m=metric: c.get(c.row.arm, m)
         )
-        for test in RECALL
+        for length, pairs in RECALL
+        for metric in [recall_metric(length, pairs)]
     },
     "rise": Metric("loss increase at the event (nats)", 4, True),
     "context": Metric("loss decrease by context (nats)", 3),

@@ -380,10 +380,7 @@ RECIPES["answer"] = Recipe(
             joined=False,
         ),
     ),
-    smoke=(
-        *("16k-exponential-50-time", "16k-exponential-50-pruned-time", "16k-gate-taylor-50"),
-        "16k-ordinary-more",
-    ),
+    smoke=(*("16k-exponential-50-time", "16k-exponential-50-pruned-time", "16k-gate-taylor-50"), "16k-ordinary-more"),
     notes=(
         "The question is that of the paper's tab:equal-time-controls, whose models are of 124M and 2.46B tokens.",
         "Speeds are those of 124M with heads frozen in linear time and with the same heads pruned, measured in one run "

@@ -262,10 +262,7 @@ def _trained_later(arm: str, words: str, speed: str, peak: str) -> Measurement:
         does="saf bench prefill",
         on=(checkpoint(arm, 1.0),),
         settings={**_REPEATS, "points": ("4096x32",), "memory": True},
-        scaled={
-            "small": {**random, "model": "124m", "rates": (0.25,), "seconds": 300.0},
-            "smoke": random,
-        },
+        scaled={"small": {**random, "model": "124m", "rates": (0.25,), "seconds": 300.0}, "smoke": random},
         numbers=(
             speedup(f"{title}, speedup", 0.25, point, speed, backend=backend, way="call", mean=True),
             peak_change(f"{title}, peak, %", 0.25, point, peak, backend=backend),
