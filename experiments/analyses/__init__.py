@@ -14,19 +14,13 @@ from experiments.figures import svg
 from experiments.records import Record
 from saf.records.files import to_json
 
-_KINDS = (
-    OneHead,
-    JointCost,
-    PartialSpearman,
-    Profiles,
-    Stability,
-    Recovery,
-    Storage,
-    Geometry,
-    ZeroShot,
-    Distributions,
-)
-ANALYSES: dict[str, type[Analysis]] = {each.kind: each for each in _KINDS}
+ANALYSES: dict[str, type[Analysis]] = {
+    each.kind: each
+    for each in (
+        *(OneHead, JointCost, PartialSpearman, Profiles, Stability),
+        *(Recovery, Storage, Geometry, ZeroShot, Distributions),
+    )
+}
 """Analyses by the name that the command line and the records have for them."""
 
 

@@ -180,16 +180,12 @@ _RECOVERIES = paper.lines("""
 
 
 def _gaps(place: int) -> list[Number]:
-    papers, titles = _RECOVERIES[place], {"at_once": "at once, %", "gap_after": "200 updates later"}
-    if papers["at"] != "100%":
-        titles |= {"gap_at_end": "at the end"}
-    else:
-        del titles["gap_after"]
+    line, columns = _RECOVERIES[place], [("at_once", "at once, %", 2)]
+    if line["at"] != "100%":
+        columns += [("gap_after", "200 updates later", 4), ("gap_at_end", "at the end", 4)]
     return [
-        Number(
-            f"at {papers['at']}, {title}", ("runs", place, name), papers.get(name), 4 - 2 * (name == "at_once"), True
-        )
-        for name, title in titles.items()
+        Number(f"at {line['at']}, {title}", ("runs", place, name), line.get(name), places, True)
+        for name, title, places in columns
     ]
 
 
