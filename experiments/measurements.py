@@ -163,7 +163,7 @@ def peak_change(
 
 
 SMOKE: Mapping[str, Any] = {
-    **{"sequences": 4, "windows": 2, "heldout_sequences": 2, "points": ("32x2", "32x4"), "memory": False},
+    **{"sequences": 4, "windows": 2, "heldout_sequences": 2, "points": ("32x2",), "memory": False},
     **{"fresh": False, "graphs": "off", "precisions": ("fp32",), "dtype": "fp32"},
 }
 """Flags at the smoke scale, of measurements that set them."""
