@@ -89,9 +89,9 @@ def test_every_pattern_is_installed_and_executed(pattern, storage, tmp_path):
     layer, head = next(iter(report.heads))
     attention = model.blocks[layer].attention
     value = torch.randn(1, 4, LENGTH, 8, generator=torch.Generator().manual_seed(0))
-    found = saf.frozen_attention(value, attention.frozen)[0, 0]
+    output = saf.frozen_attention(value, attention.frozen)[0, 0]
     slot = attention.layout.slots.index(head)
-    torch.testing.assert_close(found, held[0].float() @ value[0, slot], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(output, held[0].float() @ value[0, slot], rtol=1e-4, atol=1e-4)
     saf.save(model, tmp_path / "saved")
     assert torch.equal(saf.load(tmp_path / "saved")(ids), model(ids))
 
@@ -262,11 +262,11 @@ def test_settings_that_cannot_be_used_are_refused(options, message):
 
 
 def test_what_a_model_cannot_give_is_refused_before_anything_is_measured():
-    """The calibration ids are beyond the vocabulary, which is found as soon as the model runs."""
+    """The calibration ids are beyond the vocabulary, an error as soon as the model runs."""
     ids, ready = tokens(), make()
     saf.freeze_(ready, [ids], saf.FreezeConfig(rate=0.75, max_fit_kl=100))
     stranger = {"optimizer": torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])}
-    for model, config, given, error, message in (
+    for model, config, options, error, message in (
         (ready, {"count": 4}, {}, InputError, "count must be at most the 3 live heads of 12, got 4"),
         (ready, {"heads": ready_heads(ready)}, {}, InputError, "are frozen or pruned already"),
         (make(), {"exclude": ((0, 4),)}, {}, InputError, r"3 layers of 4 heads; got \[\(0, 4\)\]"),
@@ -278,7 +278,7 @@ def test_what_a_model_cannot_give_is_refused_before_anything_is_measured():
     ):
         before = copy.deepcopy(model.state_dict()) if not next(model.parameters()).is_meta else {}
         with pytest.raises(error, match=message):
-            saf.freeze_(model, [ids + 1000], saf.FreezeConfig(**config), **given)
+            saf.freeze_(model, [ids + 1000], saf.FreezeConfig(**config), **options)
         assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())
     for score, message in [("qk_gradient", r"QKGradient\(model\)"), ("redundancy", "pass heldout=")]:
         with pytest.raises(InputError, match=message):

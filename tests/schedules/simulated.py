@@ -33,7 +33,7 @@ class Simulated:
 
         `cost(number, age)` is what the freeze of that number adds to the training loss so many updates later, while it
         is in force; `controller` is what the freezes add to the controller loss, in turn, then nothing. With `rescored`
-        every head scores less after an undo; with `restarts` the schedule is made anew from its state after every
+        every head scores less after an undo; with `restarts` the schedule starts again from its state after every
         update and around every event.
         """
         self.schedule, self.updates, self.curve, self.cost = schedule, updates, curve, cost

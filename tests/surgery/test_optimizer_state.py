@@ -1,4 +1,4 @@
-"""Optimiser state and edits: state of other heads is refused, and so is state that no row can be given or taken of."""
+"""Optimiser state and edits: state of other heads is refused, and so is state without rows for heads."""
 
 import copy
 from functools import partial
