@@ -60,7 +60,7 @@ def test_a_branch_begins_with_its_parents_checkpoint_but_waits_for_the_run_whose
     missing = runs.keys()
     assert not runs[frozen].can_begin(missing)
     for run in (runs[frozen], runs[timed]):
-        (run.needs["parent"].folder / "checkpoints" / f"step-{run.step}").mkdir(parents=True)
+        (run.needs["parent"].folder / "checkpoints" / f"step-{run.step}").mkdir(parents=True, exist_ok=True)
     assert runs[frozen].can_begin(missing)
     assert not runs[timed].can_begin(missing)
     assert runs[timed].can_begin({timed})
