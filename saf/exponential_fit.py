@@ -18,22 +18,23 @@ from saf.fit import check_fitter, check_targets, fit_loss, fit_proportional
 from saf.patterns import CompactPattern, DampedCosines, ExponentialPattern
 
 MAX_EXTRA_KL = 0.02  # nats per row by which an exponential pattern may be further from its target than the compact fit
-MAX_CANCELLATION = 4.0  # of the mean of (sum of the poles' envelopes) / g, by which rounding errors of the sum grow
+MAX_CANCELLATION = 4.0  # limit of the mean of (sum of the poles' envelopes) / g: rounding errors grow by this factor
 MAX_SHORT_KL = 0.005  # nats per row that the short form of alpha may cost more than one with every key free
 
 _POLES = (16, 32)  # numbers of poles, tried in turn
-_SINKS = 16  # keys with logits of their own in the short form of alpha
-_TRENDS = (24.0, 96.0, 384.0)  # keys over which its decays fall by e: real sinks fade within a few hundred keys
-_DECAYS = 2  # poles without frequency: a constant, and one that falls over _NEAR distances
-_NEAR = 40.0
+# The short form of alpha: the first keys have logits of their own, a sum of a few decays and a constant has the others.
+_SINKS = 16  # number of the first keys
+_TREND_LENGTHS = (24.0, 96.0, 384.0)  # keys over which the decays fall by e: real sinks fade within a few hundred keys
+_DECAYS = 2  # poles without frequency: a constant, and one that falls by e over _DECAY_LENGTH distances
+_DECAY_LENGTH = 40.0
 _DAMPINGS = (0.0, 1 / 4000, 1 / 1500, 1 / 500, 1 / 150)  # of the poles tried, at T = 4096; they scale with 1 / T
-_LONGEST_PERIOD = 2.5  # radians over T; the decays represent lower frequencies
-_CANCELLATION = 1e-3  # nats per row and unit of mean cancellation: a group lasso over amplitudes
-_PSEUDO = 0.1  # weight a distance of the prior that g equals its smoothed form: g stays positive
-_RIDGE, _GREEDY_RIDGE, _TREND_RIDGE = 1e-4, 1e-5, 1e-6
+_LOWEST_FREQUENCY = 2.5  # radians over T; the decays represent lower frequencies
+_CANCELLATION_PENALTY = 1e-3  # nats per row and unit of mean cancellation: a group lasso over amplitudes
+_PRIOR_WEIGHT = 0.1  # per distance, of the prior that g equals its smoothed form, which keeps g positive
+_RIDGE, _GREEDY_RIDGE, _TREND_RIDGE = 1e-4, 1e-5, 1e-6  # shares of a Gram matrix's trace, added to its diagonal
 _SMOOTH = 32  # distances on either side that the smoothed g averages over
-_STEPS, _TOLERANCE = 200, 1e-5  # evaluations; nats per row that the last ten steps gain together
-_HELD = {"cpu": 1 << 21, "cuda": 1 << 27}  # entries of the largest array: a CPU's cache, a tenth of a GPU's memory
+_EVALUATIONS, _TOLERANCE = 200, 1e-5  # at most; nats per row that the last ten steps must gain together
+_MAX_ENTRIES = {"cpu": 1 << 21, "cuda": 1 << 27}  # of the largest array: a CPU's cache, a tenth of a GPU's memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,26 +44,29 @@ class ExponentialFit:
     pattern: CompactPattern | ExponentialPattern  # the compact fit where no exponential one was accepted
     extra_kl: float
     """Nats per row further from the target than the compact fit; of the best attempt if none was accepted."""
-    cancellation: float  # mean over attention mass beyond the band of (sum of the poles' envelopes) / g
+    cancellation: float  # mean of (sum of the poles' envelopes) / g beyond the band, weighted by attention mass
     poles: int  # 0 for a compact pattern
     free_keys: int  # number of keys with a logit of their own
 
 
-def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs: int = _POLES[0]) -> ExponentialPattern:
+def fit_exponential(
+    eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, num_poles: int = _POLES[0]
+) -> ExponentialPattern:
     """Return exponential patterns fitted to targets with these marginals `[..., T]`, in float64.
 
-    `band` is the number of distances with a free weight and `pairs` that of poles beyond it, two of them without
-    frequency; every key has a logit of its own. `saf.fit_kl(pattern.to_compact(), ...)` measures the fit, for which
-    `fit_exponential_heads` has limits. Raises InputError for marginals that no causal pattern has.
+    The first `band` distances have free weights, and `num_poles` poles, two of them without frequency, give the others.
+    Every key has a logit of its own. `saf.fit_kl(pattern.to_compact(), ...)` measures the fit, and this function sets
+    no limit to it, unlike `fit_exponential_heads`. Raises InputError for marginals that no causal pattern has.
     """
-    if band < 1 or pairs < 2:
-        raise InputError(f"band must be at least 1 and pairs at least 2, got {band} and {pairs}")
+    if band < 1 or num_poles < _DECAYS:
+        raise InputError(f"band must be at least 1 and num_poles at least {_DECAYS}, got {band} and {num_poles}")
     eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
     shape, length = eta_abs.shape, eta_abs.shape[-1]
     targets = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
     alpha, rho, _ = fit_proportional(*targets)
     compact = CompactPattern.from_parameters(alpha, rho).canonical()
-    patterns: list[Any] = [full.pattern for full, _ in _fit(compact, *targets, band=band, pairs=pairs, short=False)]
+    fits = _fit(compact, *targets, band=band, num_poles=num_poles, short=False)
+    patterns: list[Any] = [full.pattern for full, _ in fits]
     stacked = ExponentialPattern.stack(patterns).to(device=eta_abs.device)
     return stacked.map(lambda _, x: x.reshape(*shape[:-1], x.shape[-1]))
 
@@ -79,8 +83,9 @@ def fit_exponential_heads(
 ) -> list[ExponentialFit]:
     """Return an accepted pattern for each of the compact fits `[N, T]` of these marginals `[N, T]`.
 
-    Tried in turn: 16 poles, 32 poles, the compact fit itself. The short form of alpha is taken if it costs at most
-    `max_short_kl` nats more and stays within both limits; with None it is not tried, and every key has its own logit.
+    A head gets 16 poles if they stay within `max_extra_kl` and `max_cancellation`, else 32, else keeps its compact fit.
+    The short form of alpha is taken if it costs at most `max_short_kl` nats more and stays within both limits; with
+    None it is not tried, and every key has its own logit.
     """
     if band < 1:
         raise InputError(f"band must be at least 1, got {band}")
@@ -88,17 +93,18 @@ def fit_exponential_heads(
     compact = compact.to(dtype=torch.float64, device=targets[0].device).canonical()
     best: dict[int, ExponentialFit] = {}
     pending = list(range(len(compact)))
-    for pairs in _POLES:
+    for num_poles in _POLES:
         operands = compact[pending], *(x[pending] for x in targets)
-        forms = _fit(*operands, band=band, pairs=pairs, short=max_short_kl is not None)
+        forms = _fit(*operands, band=band, num_poles=num_poles, short=max_short_kl is not None)
         tried, pending = pending, []
         for head, (full, short) in zip(tried, forms, strict=True):
-            most = min(full.extra_kl + (max_short_kl or 0.0), max_extra_kl)
-            fit = short if short.extra_kl <= most and short.cancellation <= max_cancellation else full
+            limit = min(full.extra_kl + (max_short_kl or 0.0), max_extra_kl)
+            fit = short if short.extra_kl <= limit and short.cancellation <= max_cancellation else full
             passed = fit.extra_kl <= max_extra_kl and fit.cancellation <= max_cancellation
             if passed or head not in best or fit.extra_kl < best[head].extra_kl:
                 best[head] = fit
-            pending += [] if passed else [head]
+            if not passed:
+                pending.append(head)
     for head in pending:
         best[head] = replace(best[head], pattern=compact[head], poles=0, free_keys=compact.length)
     return [best[head] for head in range(len(compact))]
@@ -111,44 +117,46 @@ def split_options(fitter: str, options: dict[str, Any], storage: str) -> tuple[d
     """
     names = check_keywords("", (), fit_exponential_heads) if storage == "exponential" else []
     compact = {name: value for name, value in options.items() if name not in names}
+    exponential = {name: value for name, value in options.items() if name in names}
     check_fitter(fitter, compact)
-    return compact, {name: value for name, value in options.items() if name in names}
+    return compact, exponential
 
 
 def _fit(
-    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, pairs: int, short: bool
+    compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, num_poles: int, short: bool
 ) -> list[tuple[ExponentialFit, ExponentialFit]]:
-    """Return each head's fit with every key free, and in the short form, twice the first where that is not tried.
+    """Return each head's fit with every key free, and in the short form; the same fit twice where that is not tried.
 
     Choose poles, optimise, and measure each result without the fit's own approximations.
     """
-    size = max(1, _HELD[eta_abs.device.type] // (compact.length * max(2 * pairs, 8 * len(_DAMPINGS))))
-    if not 0 < len(compact) <= size:  # as many heads at a time as fit into memory
-        groups = [slice(first, first + size) for first in range(0, len(compact), size)]
-        options = {"band": band, "pairs": pairs, "short": short}
-        return [fits for some in groups for fits in _fit(compact[some], eta_abs[some], eta_rel[some], **options)]
     length = compact.length
-    if length <= band:
+    # The largest arrays have 2P amplitudes by T, and a spectrum of 8T / 2 complex points for each damping of the grid.
+    size = max(1, _MAX_ENTRIES[eta_abs.device.type] // (length * max(2 * num_poles, 8 * len(_DAMPINGS))))
+    if not 0 < len(compact) <= size:  # no heads, or more than fit into memory: group by group
+        groups = [slice(first, first + size) for first in range(0, len(compact), size)]
+        options = {"band": band, "num_poles": num_poles, "short": short}
+        return [fits for group in groups for fits in _fit(compact[group], eta_abs[group], eta_rel[group], **options)]
+    if length <= band:  # no distance is left for poles
         none = compact.rho[:, :0]
         same = ExponentialPattern(compact.alpha, compact.rho, none, none, none, none, length)
         fits = [ExponentialFit(same[head], 0.0, 1.0, 0, length) for head in range(len(same))]
         return list(zip(fits, fits, strict=True))
     weights = (compact.rho - compact.rho.amax(-1, keepdim=True)).exp()
-    mass = _sums(torch.stack([compact.alpha, compact.rho]))[1][1]
-    poles = _choose_poles(weights[:, band:], mass[:, band:], pairs - _DECAYS, length)
+    _, (_, mass) = _sums(torch.stack([compact.alpha, compact.rho]))
+    poles = _choose_poles(weights[:, band:], mass[:, band:], num_poles - _DECAYS, length)
     tolerance = _TOLERANCE * length
     objective = _Objective(compact, eta_abs, eta_rel, band, poles)
     point = minimize(objective, objective.start(), tolerance=tolerance)
     full = objective.measure(point, compact)
     if not short or length <= 4 * _SINKS:
         return list(zip(full, full, strict=True))
-    fewer = _Objective(compact, eta_abs, eta_rel, band, poles, short=True)
-    point = minimize(fewer, fewer.start_from(objective, point), tolerance=tolerance)
-    return list(zip(full, fewer.measure(point, compact), strict=True))
+    short_objective = _Objective(compact, eta_abs, eta_rel, band, poles, short=True)
+    point = minimize(short_objective, short_objective.start_from(objective, point), tolerance=tolerance)
+    return list(zip(full, short_objective.measure(point, compact), strict=True))
 
 
 def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Return Z `[N, T]`, and column and diagonal sums `[2, N, T]`, of patterns with such logits `[2, N, T]`.
+    """Return row sums Z `[N, T]`, and column and diagonal sums `[2, N, T]`, of patterns with logits `[2, N, T]`.
 
     By FFT in float64, whose errors are relative to the largest row: good for a step of a fit. Reported and executed
     numbers are computed without it.
@@ -156,8 +164,9 @@ def _sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     length, factors = logits.shape[-1], logits.exp()
     spectra = torch.fft.rfft(factors, 2 * length)
     rows = torch.fft.irfft(spectra[0] * spectra[1], 2 * length)[..., :length].clamp(min=1e-300)
-    seen = torch.fft.irfft(spectra.conj() * torch.fft.rfft(1 / rows, 2 * length), 2 * length)[..., :length]
-    return rows, seen.flip(0) * factors
+    correlations = torch.fft.irfft(spectra.conj() * torch.fft.rfft(1 / rows, 2 * length), 2 * length)[..., :length]
+    # The sum of a column correlates 1 / Z with exp(rho), that of a diagonal with exp(alpha).
+    return rows, correlations.flip(0) * factors
 
 
 def _with_ridge(gram: Tensor, share: float) -> Tensor:
@@ -172,8 +181,8 @@ def _with_ridge(gram: Tensor, share: float) -> Tensor:
 def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tuple[Tensor, Tensor]:
     """Return damping and frequency `[N, P]`: the decays, then `count` poles for g `[N, n]` with diagonal sums `mass`.
 
-    Each is the pole of the grid that correlates most with the residual of g after the poles before it, relative to g
-    and weighted by attention mass.
+    Orthogonal matching pursuit: each is the pole of the grid that correlates most with the residual of g after the
+    poles before it, relative to g and weighted by attention mass.
     """
     heads, size = weights.shape
     at = torch.arange(size, dtype=torch.float64, device=weights.device)
@@ -183,16 +192,16 @@ def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tup
     relative = root_mass / weights
     relative = relative / relative.square().mean(-1, keepdim=True).sqrt()
     energy = (relative.square() @ envelopes.square().mT).clamp(min=1e-300)
-    points = 8 * length
-    usable = torch.arange(points // 2 + 1, device=weights.device) * (2 * math.pi / points)
-    usable = usable * length >= _LONGEST_PERIOD
-    usable[-4:] = False
+    points = 8 * length  # of the FFT: the frequencies of the grid are 2π / points apart
+    frequencies = torch.arange(points // 2 + 1, device=weights.device) * (2 * math.pi / points)
+    usable = frequencies * length >= _LOWEST_FREQUENCY
+    usable[-4:] = False  # at π the sine is zero; the three next to it are left out too
 
     damping = weights.new_zeros(heads, _DECAYS + count)
     frequency = torch.zeros_like(damping)
-    damping[:, 1] = 1 / _NEAR
+    damping[:, 1] = 1 / _DECAY_LENGTH
     atoms = weights.new_zeros(heads, size, 2 * (_DECAYS + count))
-    atoms[:, :, 0], atoms[:, :, 2] = relative, relative * (-at / _NEAR).exp()
+    atoms[:, :, 0], atoms[:, :, 2] = relative, relative * (-at / _DECAY_LENGTH).exp()
     gram = atoms.mT @ atoms
     for pole in range(_DECAYS, _DECAYS + count):
         used = 2 * pole
@@ -204,13 +213,13 @@ def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tup
         spectrum = torch.view_as_real(torch.fft.rfft(residual[:, None] * envelopes, points))
         correlation = spectrum.square().sum(-1) / energy[..., None]
         best = (correlation * usable).flatten(1).argmax(-1)
-        which = best // len(usable)
-        damping[:, pole] = grid[which]
-        frequency[:, pole] = (best % len(usable)) * (2 * math.pi / points)
+        i_damping, i_frequency = best // len(usable), best % len(usable)
+        damping[:, pole] = grid[i_damping]
+        frequency[:, pole] = i_frequency * (2 * math.pi / points)
         # The best of them adds a damped cosine and a damped sine.
-        turned = frequency[:, pole, None] * at
-        scaled = relative * envelopes[which]
-        atoms[:, :, used], atoms[:, :, used + 1] = scaled * turned.cos(), scaled * turned.sin()
+        phase = frequency[:, pole, None] * at
+        scaled = relative * envelopes[i_damping]
+        atoms[:, :, used], atoms[:, :, used + 1] = scaled * phase.cos(), scaled * phase.sin()
         new = atoms[:, :, : used + 2].mT @ atoms[:, :, used : used + 2]
         gram[:, : used + 2, used : used + 2] = new
         gram[:, used : used + 2, : used + 2] = new.mT
@@ -220,10 +229,11 @@ def _choose_poles(weights: Tensor, mass: Tensor, count: int, length: int) -> tup
 # --- the objective
 
 
-class _Far:
-    """The weights g of distances beyond the band: amplitudes `[N, 2P]` of fixed poles, and what keeps g positive.
+class _FarWeights:
+    """The weights g of distances beyond the band: amplitudes `[N, 2P]` of fixed poles, and bounds that keep g positive.
 
-    Amplitudes are in units of `unit`, which makes the weights g about one where attention mass lies.
+    Amplitudes are in units of `unit`, which makes the weights g about one where attention mass lies. `smooth` is g
+    averaged in the log domain over neighbouring distances.
     """
 
     def __init__(self, mass: Tensor, weights: Tensor, poles: DampedCosines):
@@ -251,17 +261,17 @@ class _Far:
         self.closest = (factor.mT @ closest[..., None]).squeeze(-1)  # in whitened coordinates
         envelopes = DampedCosines(poles.damping, torch.zeros_like(poles.damping), poles.count)
         sizes = envelopes.transposed(mass / weights)[:, : poles.damping.shape[-1]]
-        self.cost = sizes / mass.sum(-1, keepdim=True)  # of a pole's amplitude, in mean cancellation
+        self.cancellation = sizes / mass.sum(-1, keepdim=True)  # mean cancellation by a pole of amplitude one
 
-    def amplitudes(self, inner: Tensor) -> Tensor:
+    def amplitudes(self, whitened: Tensor) -> Tensor:
         """Return the amplitudes at whitened coordinates."""
-        return (self.whiten @ inner[..., None]).squeeze(-1)
+        return (self.whiten @ whitened[..., None]).squeeze(-1)
 
     def positive(self, amplitudes: Tensor, share: float) -> Tensor:
         """Return the amplitudes moved towards the two decays until g is at least a share of its smoothed form."""
         weights, decays = self.poles.sum(amplitudes), self.poles.sum(self.decays)
-        least = share * torch.minimum(self.smooth, decays)
-        step = torch.where(weights < least, (least - weights) / (decays - weights).clamp(min=1e-300), 0.0)
+        bound = share * torch.minimum(self.smooth, decays)
+        step = torch.where(weights < bound, (bound - weights) / (decays - weights).clamp(min=1e-300), 0.0)
         step = step.amax(-1, keepdim=True).clamp(max=1.0)
         return (1 - step) * amplitudes + step * self.decays
 
@@ -270,7 +280,7 @@ def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
     """Return the non-negative least-squares amplitudes of the two decays, `[N, size]`, zeros elsewhere."""
     both = torch.linalg.solve(gram, right)
     alone = right / gram.diagonal(dim1=1, dim2=2)
-    # Where one would be negative the other is best alone: every product of two decays is positive.
+    # Where one amplitude would be negative the other decay is best alone: the product of the two decays is positive.
     both = torch.where(both.flip(-1) < 0, alone, both).clamp(min=0)
     return pad(both, (0, size - both.shape[-1]))
 
@@ -278,8 +288,8 @@ def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
 class _Objective:
     """The penalised loss of one group of heads, in coordinates `[N, n]` in which its curvature is near one.
 
-    Coordinates: key logits, band, whitened amplitudes. Key logits are all free or, in the short form, those of the
-    first few keys, the amplitudes of the decays and a constant.
+    Coordinates are key logits, band logits and whitened amplitudes. The key logits are those of all keys or, in the
+    short form, those of the first few keys, then the amplitudes of its decays and the constant, called the trends.
     """
 
     def __init__(
@@ -289,26 +299,28 @@ class _Objective:
         self.eta, self.band, self.length = torch.stack([eta_abs, eta_rel]), band, compact.length
         self.free_keys = keys = _SINKS if short else compact.length
         at = torch.arange(self.length - keys, dtype=torch.float64, device=eta_abs.device)
-        decays = torch.tensor([*_TRENDS, math.inf] if short else [], dtype=torch.float64, device=eta_abs.device)
-        self.trends = (-at / decays[:, None]).exp()
-        trend = compact.alpha[:, keys:]  # of no key where all are free
+        lengths = torch.tensor([*_TREND_LENGTHS, math.inf] if short else [], dtype=torch.float64, device=eta_abs.device)
+        self.trends = (-at / lengths[:, None]).exp()
+        trend = compact.alpha[:, keys:]  # empty where all keys are free
         if short:  # least squares, weighted by attention mass
             weighted = self.trends * eta_abs[:, None, keys:]
             gram = _with_ridge(weighted @ self.trends.mT, _TREND_RIDGE)
             trend = torch.linalg.solve(gram, weighted @ trend[..., None]).squeeze(-1)
         alpha = torch.cat([compact.alpha[:, :keys], trend @ self.trends], -1)
-        mass = _sums(torch.stack([alpha, compact.rho]))[1][1, :, band:]
-        self.far = _Far(mass, compact.rho[:, band:].exp(), DampedCosines(*poles, compact.length - band))
-        self.penalty = self.length * _CANCELLATION * self.far.cost
+        _, (_, mass) = _sums(torch.stack([alpha, compact.rho]))
+        self.far = _FarWeights(
+            mass[:, band:], compact.rho[:, band:].exp(), DampedCosines(*poles, compact.length - band)
+        )
+        self.penalty = self.length * _CANCELLATION_PENALTY * self.far.cancellation
 
-        inner = self.far.closest
-        self.sizes = [keys, len(decays), band, inner.shape[-1]]
+        whitened = self.far.closest
+        self.sizes = [keys, len(lengths), band, whitened.shape[-1]]
         trend_scale = (eta_abs[:, keys:] @ self.trends.square().mT).rsqrt()
         band_scale = (eta_rel[:, :band] + 1e-3).rsqrt()
-        self.scale = torch.cat([eta_abs[:, :keys].rsqrt(), trend_scale, band_scale, torch.ones_like(inner)], -1)
-        self.origin = torch.cat([compact.alpha[:, :keys], trend, compact.rho[:, :band], torch.zeros_like(inner)], -1)
+        self.scale = torch.cat([eta_abs[:, :keys].rsqrt(), trend_scale, band_scale, torch.ones_like(whitened)], -1)
+        self.origin = torch.cat([compact.alpha[:, :keys], trend, compact.rho[:, :band], torch.zeros_like(whitened)], -1)
         logits = torch.stack([compact.alpha, compact.rho])
-        self.least = self._loss(logits, _sums(logits)[0])
+        self.compact_loss = self._loss(logits, _sums(logits)[0])
 
     def _loss(self, logits: Tensor, rows: Tensor) -> Tensor:
         """Return the cross-entropy, Eq. (4), in nats over all rows."""
@@ -322,14 +334,14 @@ class _Objective:
         """Return the coordinates of another objective's band and amplitudes, with key logits in the short form."""
         band = point.split(other.sizes, -1)[2]
         scaled = other.unpack(point)[2] * (other.far.unit / self.far.unit)
-        inner = torch.linalg.solve_triangular(self.far.whiten, scaled[..., None], upper=True).squeeze(-1)
-        return torch.cat([torch.zeros_like(self.scale[:, : sum(self.sizes[:2])]), band, inner], -1)
+        whitened = torch.linalg.solve_triangular(self.far.whiten, scaled[..., None], upper=True).squeeze(-1)
+        return torch.cat([torch.zeros_like(self.scale[:, : sum(self.sizes[:2])]), band, whitened], -1)
 
     def unpack(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return logits of keys, or of the first keys and the trends; logits of the band; and amplitudes `[N, 2P]`."""
+        """Return logits of free keys with amplitudes of the trends, logits of the band, and amplitudes `[N, 2P]`."""
         sizes = [sum(self.sizes[:2]), *self.sizes[2:]]
-        logits, band, inner = torch.addcmul(self.origin, point, self.scale).split(sizes, -1)
-        return logits, band, self.far.amplitudes(inner)
+        keys, band, whitened = torch.addcmul(self.origin, point, self.scale).split(sizes, -1)
+        return keys, band, self.far.amplitudes(whitened)
 
     def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective, nats over all rows above the compact fit's loss, and its gradient."""
@@ -341,40 +353,40 @@ class _Objective:
         rho = above.log() + (share - 1).clamp(max=0.0) + far.log_floor
         logits = torch.stack([alpha, torch.cat([band, rho], -1)])
         rows, sums = _sums(logits)
-        excess = rho - far.log_smooth
-        surplus = excess.expm1()
-        pairs = amplitudes.unflatten(-1, (2, -1))
-        size = (pairs.square().sum(1) + 1e-6).sqrt()
-        value = self._loss(logits, rows) - self.least
-        value = value + _PSEUDO * (surplus - excess).sum(-1) + (self.penalty * size).sum(-1)
+        log_ratio = rho - far.log_smooth  # of g to its smoothed form
+        excess = log_ratio.expm1()
+        cosine_and_sine = amplitudes.unflatten(-1, (2, -1))
+        size = (cosine_and_sine.square().sum(1) + 1e-6).sqrt()
+        value = self._loss(logits, rows) - self.compact_loss
+        value = value + _PRIOR_WEIGHT * (excess - log_ratio).sum(-1) + (self.penalty * size).sum(-1)
 
         by_key, by_distance = sums - self.eta  # Eq. (20)
-        by_far = (by_distance[:, self.band :] + _PSEUDO * surplus) / (above * far.floor)
-        shrinking = ((self.penalty / size)[:, None] * pairs).flatten(1)
-        inner = (far.whiten.mT @ (far.poles.transposed(by_far) + shrinking)[..., None]).squeeze(-1)
-        trend = by_key[:, self.free_keys :] @ self.trends.mT
-        parts = [by_key[:, : self.free_keys], trend, by_distance[:, : self.band], inner]
+        by_far = (by_distance[:, self.band :] + _PRIOR_WEIGHT * excess) / (above * far.floor)
+        by_size = ((self.penalty / size)[:, None] * cosine_and_sine).flatten(1)
+        by_whitened = (far.whiten.mT @ (far.poles.transposed(by_far) + by_size)[..., None]).squeeze(-1)
+        by_trend = by_key[:, self.free_keys :] @ self.trends.mT
+        parts = [by_key[:, : self.free_keys], by_trend, by_distance[:, : self.band], by_whitened]
         return value, torch.cat(parts, -1) * self.scale
 
     def measure(self, point: Tensor, compact: CompactPattern) -> list[ExponentialFit]:
         """Return the patterns at a point, each compared with its compact fit."""
         keys, band, amplitudes = self.unpack(point)
         cosine, sine = self.far.positive(amplitudes, 0.05).chunk(2, -1)
-        cancellation = (self.far.cost * (cosine.square() + sine.square()).sqrt()).sum(-1)
+        cancellation = (self.far.cancellation * (cosine.square() + sine.square()).sqrt()).sum(-1)
         trend, damping = keys[:, :0], keys[:, :0]
         if self.free_keys < self.length:
-            keys, trend, constant = keys.split([_SINKS, len(_TRENDS), 1], -1)
+            keys, trend, constant = keys.split([_SINKS, len(_TREND_LENGTHS), 1], -1)
             keys = keys - constant  # the gauge in which alpha ends at 0
-            damping = (1 / torch.tensor(_TRENDS, dtype=torch.float64, device=keys.device)).expand_as(trend)
+            damping = (1 / torch.tensor(_TREND_LENGTHS, dtype=torch.float64, device=keys.device)).expand_as(trend)
         poles, unit = self.far.poles, self.far.unit
         amplitudes = cosine * unit, sine * unit
         pattern = ExponentialPattern(
             keys, band, poles.damping, poles.frequency, *amplitudes, self.length, trend, damping
         )
         executed = pattern.to_compact()
-        loss, least = (fit_loss(one.alpha, one.rho, one.log_z, *self.eta) for one in (executed, compact))
-        numbers = torch.stack([loss - least, cancellation], 1).tolist()
-        # One by one on the CPU: every pattern checks its values, and a GPU would be waited for each time.
+        loss, compact_loss = (fit_loss(one.alpha, one.rho, one.log_z, *self.eta) for one in (executed, compact))
+        numbers = torch.stack([loss - compact_loss, cancellation], 1).tolist()
+        # One by one on the CPU: every pattern checks its values, which would wait for a GPU each time.
         return [
             ExponentialFit(single, extra, cancelled, poles.damping.shape[-1], self.free_keys)
             for single, (extra, cancelled) in zip(pattern.to(device="cpu").singles(), numbers, strict=True)
@@ -385,8 +397,8 @@ class _Objective:
 
 # Wolfe's conditions with the usual constants: enough decrease, and a slope that is flatter by a tenth.
 _DECREASE, _SLOPE = 1e-4, 0.9
-# Shortest step of a line search, after which a function is finished.
-_SHORTEST = 2.0**-30
+_LONG = 8.0  # steps of this length or more are accepted however steep the slope still is
+_SHORTEST = 2.0**-30  # width of a line search's bracket below which a function is finished
 _MEMORY, _PATIENCE = 12, 10  # steps that approximate the curvature, and that must gain the tolerance together
 
 
@@ -397,33 +409,33 @@ def minimize(evaluate: Callable[[Tensor], tuple[Tensor, Tensor]], start: Tensor,
     finished when the last ten accepted steps lowered it by less than `tolerance` in all. Each evaluation tries
     one step length of every function, so no function waits for the line search of another.
     """
-    value, slope = evaluate(start)
+    value, gradient = evaluate(start)
     heads, size = start.shape
     # Steps, oldest first, and the changes of the gradient over them; then the point and its gradient.
-    state = torch.cat([start.new_zeros(heads, 2 * _MEMORY, size), start[:, None], slope[:, None]], 1)
+    state = torch.cat([start.new_zeros(heads, 2 * _MEMORY, size), start[:, None], gradient[:, None]], 1)
     grams = start.new_zeros(heads, 2, _MEMORY, _MEMORY)  # products of steps, and of changes, with the changes
-    direction = -slope / slope.norm(dim=1, keepdim=True).clamp(min=1.0)
+    direction = -gradient / gradient.norm(dim=1, keepdim=True).clamp(min=1.0)
     search = _LineSearch(value.cpu(), tolerance)
-    for _ in range(_STEPS):
+    for _ in range(_EVALUATIONS):
         step = torch.where(search.active, search.length, 0.0).to(start.device)[:, None] * direction
         tried = state[:, -2] + step
-        value, slope = evaluate(tried)
-        slopes = torch.stack([state[:, -1], slope])
-        accepted = search.update(*torch.cat([(slopes * direction).sum(-1), value[None]]).cpu())
-        moved, change = accepted.to(start.device)[:, None, None], slope - state[:, -1]
+        value, gradient = evaluate(tried)
+        gradients = torch.stack([state[:, -1], gradient])
+        accepted = search.update(*torch.cat([(gradients * direction).sum(-1), value[None]]).cpu())
+        moved, change = accepted.to(start.device)[:, None, None], gradient - state[:, -1]
         past = state[:, 1:_MEMORY], step[:, None], state[:, _MEMORY + 1 : 2 * _MEMORY], change[:, None]
-        state = torch.where(moved, torch.cat([*past, tried[:, None], slope[:, None]], 1), state)
+        state = torch.where(moved, torch.cat([*past, tried[:, None], gradient[:, None]], 1), state)
         if not bool(search.active.any()):
             break
-        by_change, by_slope = ((state[:, :-2] @ x[..., None]).unflatten(1, (2, -1)) for x in (change, state[:, -1]))
+        by_change, by_gradient = ((state[:, :-2] @ x[..., None]).unflatten(1, (2, -1)) for x in (change, state[:, -1]))
         grown = torch.cat([pad(grams[:, :, 1:, 1:], (0, 0, 0, 1)), by_change], -1)
         grams = torch.where(moved[..., None], grown, grams)
-        direction = torch.where(moved[:, 0], -_product(grams, by_slope, state), direction)
+        direction = torch.where(moved[:, 0], -_inverse_hessian_times(grams, by_gradient, state), direction)
     return state[:, -2]
 
 
 class _LineSearch:
-    """The step lengths of N line searches, by bisection; on the CPU, so that a GPU is waited for once a step."""
+    """The step lengths of N line searches, by bisection; on the CPU, so that each step waits for a GPU once."""
 
     def __init__(self, value: Tensor, tolerance: float):
         self.value, self.tolerance = value, tolerance
@@ -432,14 +444,16 @@ class _LineSearch:
         self._recent = value[:, None].repeat(1, _PATIENCE + 1)
         self._steps = torch.zeros(len(value), dtype=torch.int64)
 
-    def update(self, descent: Tensor, along: Tensor, reached: Tensor) -> Tensor:
-        """Set the next lengths by slopes before and behind a step, and the value there; return which are accepted."""
-        enough, flat = reached <= self.value + _DECREASE * self.length * descent, along >= _SLOPE * descent
-        accepted = self.active & enough & (flat | (self.length >= 8))
-        high, low = torch.where(enough, self._high, self.length), torch.where(enough & ~flat, self.length, self._low)
+    def update(self, slope_before: Tensor, slope_after: Tensor, value_after: Tensor) -> Tensor:
+        """Return which steps are accepted, by slopes before and after them and values after; set the next lengths."""
+        enough = value_after <= self.value + _DECREASE * self.length * slope_before
+        flat = slope_after >= _SLOPE * slope_before
+        accepted = self.active & enough & (flat | (self.length >= _LONG))
+        high = torch.where(enough, self._high, self.length)
+        low = torch.where(enough & ~flat, self.length, self._low)
         length = torch.where(high.isinf(), 2 * self.length, (low + high) / 2)
         self._steps += accepted
-        self.value = torch.where(accepted, reached, self.value)
+        self.value = torch.where(accepted, value_after, self.value)
         grown = torch.cat([self._recent[:, 1:], self.value[:, None]], 1)
         self._recent = torch.where(accepted[:, None], grown, self._recent)
         settled = accepted & (self._steps > _PATIENCE) & (self._recent[:, 0] - self.value < self.tolerance)
@@ -449,19 +463,19 @@ class _LineSearch:
         return accepted
 
 
-def _product(grams: Tensor, by_slope: Tensor, state: Tensor) -> Tensor:
+def _inverse_hessian_times(grams: Tensor, by_gradient: Tensor, state: Tensor) -> Tensor:
     """Return the inverse Hessian's approximation times gradients `[N, n]`, in its compact form.
 
     Byrd, Nocedal and Schnabel 1994, theorem 2.2: products with all steps at once, where the usual recursion would
-    launch four kernels for each of them. Of `grams` the upper triangles count.
+    launch four kernels for each of them. Only the upper triangles of `grams` are read.
     """
     inner, outer = grams.unbind(1)
     curvature = inner.diagonal(dim1=1, dim2=2)
-    keep = (curvature > 0).to(inner)  # others are not filled yet, or cut short in a line search
+    keep = (curvature > 0).to(inner)  # the others are not filled yet, or a line search was cut short there
     scale = (curvature[:, -1:] / outer[:, -1, -1:].clamp(min=1e-300)).clamp(min=1e-12)
     scale = torch.where(curvature[:, -1:] > 0, scale, 1.0)
     triangle = inner.triu() * keep[:, :, None] * keep[:, None] + torch.diag_embed(1 - keep)
-    by_step, by_change = (by_slope * keep[:, None, :, None]).unbind(1)
+    by_step, by_change = (by_gradient * keep[:, None, :, None]).unbind(1)
     solved = torch.linalg.solve_triangular(triangle, by_step, upper=True)
     symmetric = outer.triu() + outer.triu(1).mT
     right = curvature[..., None] * solved + scale[..., None] * (symmetric @ solved - by_change)
