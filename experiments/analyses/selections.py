@@ -85,6 +85,21 @@ class Stability(Analysis):
         conditions = f"Stability of the selection: {record['first']} and {record['second']} heads."
         return [conditions, Table.of("", columns, rows, [paper.SELECTION_TEXT.note])]
 
+    @staticmethod
+    def draw(records: Sequence[Record]) -> Figure:
+        """Return the heads of the first selection and those in both, by layer, means over seeds."""
+        shape = np.shape(records[0]["scores"][0])
+        first, second = (
+            np.array([mask_of(HeadSet(each["heads"][place]), shape).numpy() for each in records]) for place in (0, 1)
+        )
+        drawn, axis = subplots(size=(6, 4))
+        for heads, words, colour in ((first, "in the first selection", "lightgrey"), (first & second, "in both", "C0")):
+            axis.bar(range(shape[0]), heads.sum(2).mean(0), color=colour, label=words)
+        by_seed = (f"{each['overlap']} of {each['first']} (chance {each['expected']:.1f})" for each in records)
+        axis.set(title=", ".join(by_seed), xlabel="layer", ylabel="heads")
+        axis.legend()
+        return drawn
+
 
 # --- profiles
 

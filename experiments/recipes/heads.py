@@ -64,7 +64,7 @@ RECIPES["one_head"] = Recipe(
             name="profiles on the calibration text",
             does="experiments.analyses profiles",
             on=MIDPOINT,
-            settings={"windows": 16, "text": "calibration"},
+            settings={"selected": run_of("4k-mean-25"), "windows": 16, "text": "calibration"},
             scaled={"smoke": {"sequences": 4}},
         ),
         Measurement(

@@ -90,6 +90,7 @@ def test_profiles_of_selected_heads_over_seeds(run, arms, measured):
 def test_stability(run, arms):
     record = run("stability", arms[1], arms[1] / "events.jsonl")
     assert record["first"] == record["overlap"] == 2
+    assert "2 of 2 (chance" in analysis_figure([record])
     assert record["rank_correlation"] == pytest.approx(1)
     assert record["provenance"]["files"] == dict.fromkeys(("first", "second"), file_hash(arms[1] / "events.jsonl"))
     rng, layers = np.random.default_rng(0), [sum(layer == at for at, _ in record["heads"][0]) for layer in range(2)]
