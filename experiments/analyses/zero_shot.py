@@ -60,7 +60,8 @@ class ZeroShot(Computing):
     """Freeze heads of a trained model by each score at each rate, and compare its zero-shot accuracy by question.
 
     With --out every arm is written as it ends, and the same command continues. To measure arms side by side on several
-    GPUs, measure --arms ordinary first, then give each process the same --out and its own --arms.
+    GPUs, measure --arms ordinary first, then give each process the same --out and its own --arms. Each writes the
+    record of all arms measured so far.
     """
 
     kind = "zero-shot"
@@ -102,7 +103,7 @@ class ZeroShot(Computing):
     heal: int = 0
     """Tokens of healing; every arm and the ordinary model are then measured a second time."""
     arms: tuple[str, ...] = ()
-    """Measure these arms alone, such as "ordinary" "forward_kl 10%"; the record has those measured so far."""
+    """Measure these arms alone, such as "ordinary" "forward_kl 10%"."""
     bos: bool = False
     """Begin each window with the tokenizer's BOS."""
 
@@ -118,9 +119,10 @@ class ZeroShot(Computing):
         opened = self.open()
         study = Study(self, self._head(opened))
         ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})
-        pieces = {name: study.arm(name) for name in self.plan if not self.arms or name in self.arms or study.has(name)}
+        pieces = {name: study.arm(name) for name in self.arms or self.plan if name != "ordinary"}
+        pieces |= {name: study.arm(name) for name in self.plan if name not in pieces and study.has(name)}
+        record = _record(ordinary, [piece for name in self.plan if (piece := pieces.get(name)) is not None])
         missing = [name for name in self.plan if name not in pieces]
-        record = _record(ordinary, [piece for piece in pieces.values() if piece is not None])
         return {**record, "missing": missing} if missing else record
 
     def _head(self, opened: OpenedModel) -> dict[str, Any]:
@@ -261,6 +263,8 @@ class Study:
         if of is None:
             event |= {**CHOICES[score], "count": budget(rate, self.head["eligible"]), "storage": "compact"}
             event |= {"seed": self.settings.calibration_seed} if score == "random" else {}
+        elif self.settings.arms and of not in self.settings.arms and not self.has(of):
+            raise InputError(f"the arm {title!r} has the heads of {of!r}; measure that one first")
         elif not (heads := (self.arm(of) or {})["facts"]["heads"]):
             return None
         elif score.endswith("pruned"):

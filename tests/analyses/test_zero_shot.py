@@ -85,16 +85,18 @@ def test_a_study_goes_on_without_the_arms_that_it_has(folder, record, tmp_path, 
     words = ["--data", folder / "text.txt", "--tasks", *TASKS, "--task-data", folder / "tasks", "--sequences", 6]
     words += ["--rates", 0.25, 0.5, "--max-fit-kl", 100.0, "--device", "cpu", "--out", tmp_path / "study.json"]
     command = ["zero-shot", *map(str, [folder / "model", *words])]
-    assert main([*command, "--arms", "variance 25%", "forward_kl 50%"]) == 0
+    assert main([*command[:-1], str(tmp_path / "other.json"), "--controls", "--arms", "variance pruned 25%"]) == 2
+    assert "has the heads of 'variance 25%'" in capsys.readouterr().err
+    assert main([*command, "--arms", "forward_kl 50%"]) == 0
+    assert main([*command, "--arms", "variance 25%"]) == 0
     part = read_result(tmp_path / "study.json")
     assert (part["missing"], len(part["arms"])) == (["variance 50%", "forward_kl 25%"], 2)
-    assert main(command) == 2
-    assert "exists already" in capsys.readouterr().err
-    (tmp_path / "study.json").unlink()
     assert main([*command, "--max-fit-kl", "99"]) == 2
     assert "other settings" in capsys.readouterr().err
     assert main(command) == 0
     assert capsys.readouterr().err.count("sst2, arc_easy") == 2
+    assert main(command) == 2
+    assert "exists already" in capsys.readouterr().err
     whole = read_result(tmp_path / "study.json")
     assert (whole["overlap"], whole["provenance"]) == (record["overlap"], part["provenance"])
     for one, direct in zip(whole["arms"], to_json(record)["arms"], strict=True):
