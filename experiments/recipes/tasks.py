@@ -399,6 +399,7 @@ RECIPES["stages"] = Recipe(
         ),
     ),
     metrics=("perplexity", "delta", "accuracy", "points", *RECALL_METRICS, "gate", "heads"),
+    headline=("delta", "accuracy", "points", *(recall_metric(512, pairs) for pairs in (8, 32, 64))),
     smoke=("stages-sst2-pruned-25", "stages-mqar-ordinary", "stages-recovery-mean-25"),
     notes=(
         "Each seed is a whole chain, pretraining and tasks alike. In each task the ordinary model chooses the epochs, "
