@@ -70,7 +70,7 @@ class Run:
         """What it changes of its scale's or its parent's settings."""
         own = merged(self.arm.settings, self.arm.scaled.get(self.scale.base, {}))
         if self.arm.parent is None:
-            own = merged(self.scale.of(self.arm.context), own)
+            own = merged(self.scale.settings_at(self.arm.context), own)
             own["updates"] += round(self.arm.more * own["updates"])
         elif self.arm.more:
             before = self.needs["parent"].updates

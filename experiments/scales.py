@@ -1,6 +1,6 @@
 """A scale sets the size of every run of a recipe: model, context, batch, number of updates.
 
-Its name may end with the tokens of a run and with the name of a series, another set of runs by the same settings:
+Its name may go on with the tokens of a run, and with any word that keeps a further set of the same runs apart:
 small, small-75M, small-75M-again, 124m-84M.
 """
 
@@ -12,9 +12,9 @@ from experiments.arms import Settings
 from saf.errors import InputError, did_you_mean
 
 BRANCHES = (0.25, 0.4, 0.5, 0.6, 0.75)
-"""Shares of its updates after which every run from initialisation keeps a checkpoint to branch from."""
-FEWEST_UPDATES = 40
-"""Of a run whose name sets its tokens: the moments of a table then lie on different updates, and there is a warm-up."""
+"""Every run from initialisation keeps a checkpoint after these shares of its updates, for other arms to start from."""
+MIN_UPDATES = 40
+"""Shorter runs, by a scale name with few tokens, would have no warm-up, and several of `BRANCHES` on one update."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,31 +24,31 @@ class Scale:
     name: str
     settings: Settings
     contexts: Mapping[int, Settings]
-    """Further ones by the paper's tokens of context."""
+    """Further settings, by the context that the paper has in their place (tokens)."""
     seeds: tuple[int, ...]
     vocabulary: int
     """Size of the tokenizer's vocabulary."""
     resizable: bool = False
     """Whether its name may set the tokens of a run."""
     freeze: Settings = field(default_factory=dict)
-    """Settings of every event that fits patterns, where its arm has none of its own."""
+    """Settings of freezing for every arm whose patterns are fitted; the arm's own settings win."""
     like: str = ""
-    """The scale whose settings of single arms it takes, where it has none of its own."""
+    """The scale whose overrides of arms and measurements it takes; "" has its own."""
 
     @property
     def base(self) -> str:
-        """The scale by whose name arms and measurements have settings: paper, small or smoke."""
+        """The scale that arms and measurements name in their overrides: paper, small or smoke."""
         return self.like or self.name.partition("-")[0]
 
-    def of(self, context: int) -> Settings:
+    def settings_at(self, context: int) -> Settings:
         """Return the settings of a run from initialisation; raise InputError where it would be too short."""
         if context not in self.contexts:
             raise InputError(f"scale {self.name!r} has contexts of {[*self.contexts]} tokens; got {context}")
         settings = {**self.settings, **self.contexts[context]}
-        if self.resizable and settings["updates"] < FEWEST_UPDATES:
+        if self.resizable and settings["updates"] < MIN_UPDATES:
             raise InputError(
                 f"scale {self.name!r} leaves {settings['updates']} updates at {context:,} tokens of context, and "
-                f"{FEWEST_UPDATES} are needed; name more tokens"
+                f"{MIN_UPDATES} are needed; name more tokens"
             )
         return settings
 
@@ -57,16 +57,17 @@ _SHORT: Settings = {
     **{"peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "accumulation": 1, "calibration_sequences": 32},
     **{"log_every": 200, "eval_every": 0, "save_every": 0, "token_losses": False},
 }
-"""Of runs shorter than the paper's: their warm-up is a share of their updates."""
+"""For runs shorter than the paper's: their warm-up is a share of their updates."""
 _34M: Settings = {"model": "124m", "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512}}
 _LONG: Settings = {"calibration_sequences": 16}
-"""Of contexts beyond 4K."""
+"""For contexts beyond 4K."""
 SCALES = {
     scale.name: scale
     for scale in (
         Scale(
             name="paper",
-            # app:controlled-pretraining-details; its controls (`CONTROLS` in arms) have other batches and data order.
+            # The paper's app:controlled-pretraining-details. Its controls have other batches and another data order:
+            # `CONTROLS` in arms.py.
             settings={
                 **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "updates": 5_000, "sampler": "random"},
                 **{"peak_lr": 6e-4, "min_lr_ratio": 0.1, "warmup": 500, "eval_every": 250, "save_every": 250},
@@ -84,7 +85,7 @@ SCALES = {
         ),
         Scale(
             name="small",
-            # Four to five minutes a run on one H200, a parent with its arms in half an hour.
+            # A run takes four to five minutes on one H200, and an ordinary run with all arms from it half an hour.
             settings={**_34M, **_SHORT},
             contexts={
                 1_024: {"length": 1_024, "batch_size": 64, "updates": 3_540},
@@ -146,9 +147,9 @@ SCALES = {
 
 
 def scale_named(name: str) -> Scale:
-    """Return a scale, its runs resized where its name has tokens: small-75M are 75M at most at the shortest context.
+    """Return a scale; tokens in its name resize its runs: those of small-75M have at most 75M at the shortest context.
 
-    Other contexts have as large a share of their updates. Raises InputError for an unknown scale.
+    Updates at other contexts change by the same factor. Raises InputError for an unknown scale.
     """
     base, *rest = name.split("-")
     if base not in SCALES:
@@ -160,10 +161,10 @@ def scale_named(name: str) -> Scale:
         raise InputError(f"runs of the scale {base!r} have one length; leave {rest[0]} out")
     tokens = int(size[1]) * {"K": 10**3, "M": 10**6, "B": 10**9}[size[2]]
     shortest = scale.contexts[min(scale.contexts)]
-    of_update = shortest["length"] * shortest["batch_size"] * scale.settings["accumulation"]
-    share = tokens / (of_update * shortest["updates"])
+    tokens_per_update = shortest["length"] * shortest["batch_size"] * scale.settings["accumulation"]
+    factor = tokens / (tokens_per_update * shortest["updates"])
     contexts = {
-        context: {**settings, "updates": int(share * settings["updates"])}
+        context: {**settings, "updates": int(factor * settings["updates"])}
         for context, settings in scale.contexts.items()
     }
     return replace(scale, name=name, contexts=contexts)

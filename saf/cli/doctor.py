@@ -1,4 +1,4 @@
-"""`saf doctor`: installed packages, this machine, the backend of frozen heads, and what follows for a user."""
+"""`saf doctor`: installed packages, this machine, the backend of frozen heads, and what is missing."""
 
 import os
 import platform
@@ -37,9 +37,9 @@ class Command:
 
     def run(self) -> dict[str, Any]:
         compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
-        dtypes = [("cpu", torch.float32)]
+        devices_and_dtypes = [("cpu", torch.float32)]
         if torch.cuda.is_available():
-            dtypes += [("cuda", torch.bfloat16), ("cuda", torch.float32)]
+            devices_and_dtypes += [("cuda", torch.bfloat16), ("cuda", torch.float32)]
         result: dict[str, Any] = {
             "python": platform.python_version(),
             "platform": platform.platform(),
@@ -49,7 +49,7 @@ class Command:
             "compiler": compiler,
             "backends": [
                 {"device": device, "dtype": str(dtype).removeprefix("torch."), "lines": list(explain(device, dtype))}
-                for device, dtype in dtypes
+                for device, dtype in devices_and_dtypes
             ],
             "live_kernels": live_kernels(),
         }
@@ -65,28 +65,32 @@ def devices() -> list[dict[str, Any]]:
         {"device": "cpu", "name": platform.processor() or platform.machine(), "threads": torch.get_num_threads()}
     ]
     for index in range(torch.cuda.device_count()):
-        each = torch.cuda.get_device_properties(index)
-        facts = {"device": f"cuda:{index}", "name": each.name, "memory_bytes": each.total_memory}
-        result.append({**facts, "capability": f"{each.major}.{each.minor}", **versions})
+        gpu = torch.cuda.get_device_properties(index)
+        facts = {"device": f"cuda:{index}", "name": gpu.name, "memory_bytes": gpu.total_memory}
+        result.append({**facts, "capability": f"{gpu.major}.{gpu.minor}", **versions})
     return result
 
 
 def live_kernels() -> dict[str, str | None]:
-    """Return for each attention kernel that live heads may be pinned to None, or why it cannot run here."""
+    """Return why each attention kernel of live heads cannot run here, by its name; None where it can."""
     if not torch.cuda.is_available():
+        # On a CPU, PyTorch itself has these two.
         return dict.fromkeys(KERNELS, "no CUDA device") | dict.fromkeys(("flash", "math"))
     cudnn = None if torch.backends.cudnn.is_available() else "this build of torch has no cuDNN"
     return dict.fromkeys(KERNELS) | {"cudnn": cudnn}
 
 
 def verdict(result: dict[str, Any]) -> dict[str, str]:
-    """Return a sentence each on what works here, what does not, and what to do."""
-    device, cuda = result["devices"][-1], torch.cuda.is_available()
+    """Return one sentence on what works here, one on what does not, and one on what to do."""
+    cuda = torch.cuda.is_available()
+    device = result["devices"][-1]  # the last GPU, or the CPU where there is none
     dtype = torch.bfloat16 if cuda else torch.float32
     backend = choose_backend("auto", device=torch.device("cuda" if cuda else "cpu"), dtypes=[dtype])
-    useful = {name: version for name, version in result["optional"].items() if cuda or name != "triton"}
-    absent = [OPTIONAL[name] for name, version in useful.items() if version is None]
-    missing, extras = [purpose for purpose, _ in absent], sorted({extra for _, extra in absent})
+    not_installed = [name for name, version in result["optional"].items() if version is None]
+    if not cuda and "triton" in not_installed:
+        not_installed.remove("triton")  # useless without a GPU
+    missing = [OPTIONAL[name][0] for name in not_installed]
+    extras = sorted({OPTIONAL[name][1] for name in not_installed})
     steps = [f"pip install 'saf[{','.join(extras)}]'"] if extras else []
     if not cuda:
         missing.insert(0, "the CUDA kernels (torch sees no GPU, and a CPU saves hardly any time)")
@@ -108,6 +112,7 @@ def _tables(result: dict[str, Any]) -> Iterator[Table]:
     yield Table.of("optional", ["package", "version", "for"], optional)
     for device in result["devices"]:
         memory = byte_size(device["memory_bytes"]) if "memory_bytes" in device else None
+        # Values of None are left out: the device is the title, and bytes are shown as "memory".
         yield Table.facts(device["device"], {**device, "device": None, "memory_bytes": None, "memory": memory})
     kernels = {name: f"no: {reason}" if reason else "available" for name, reason in result["live_kernels"].items()}
     yield Table.facts("attention kernels of live heads", kernels)
