@@ -1,4 +1,7 @@
-"""Recipes of the method's choices: when heads are frozen, by which schedule, score and pattern."""
+"""Recipes of the method's choices: when heads are frozen, by which schedule, score and pattern.
+
+Of an arm's name, `k` is the context, such as "4k", and the number the rate in percent.
+"""
 
 from experiments.arms import GRADIENT_SCORES, SCORES, percent, tracked
 from experiments.measurements import Measurement, Number, Reference, changes, checkpoint
@@ -133,7 +136,7 @@ RECIPES["trainability"] = Recipe(
 
 
 def _storage(position: str, arm: str, reduction: str) -> Measurement:
-    """Return matrices of whole layers over what execution allocates of their patterns' vectors."""
+    """Return the measurement of how many times more memory dense patterns take than the vectors of compact ones."""
     return Measurement(
         name=f"storage, {position}",
         does="experiments.analyses storage",
@@ -168,20 +171,23 @@ PATTERNS = {
     **{"mean": "mean", "sharp-mean": "sharp_mean", "gaussian": "gaussian", "dirichlet": "dirichlet"},
     "structured-random": "structured_random",
 }
-"""Arms' names of them, and the analysis's."""
+"""Patterns by their names in arms; the values are the names in analyses and in `saf.targets`."""
 _RATES = ("10", "25", "50", "75")
-# The two rates that all tables have come first; sampled patterns at the others last.
+# Rows come in this order: the rates of every other table first, then the others, with sampled patterns last.
 _ORDER = [(pattern, rate) for rate in ("25", "50") for pattern in PATTERNS]
 _ORDER += [(p, r) for p in ("mean", "sharp-mean", "structured-random", "gaussian", "dirichlet") for r in ("10", "75")]
 _DISTANCES = {
     **{"squared_error": "squared error", "kl": "KL from the mean", "hellinger": "squared Hellinger"},
     "total_variation": "total variation",
 }
+# The paper's numbers by pattern and rate; it gives no others.
 _PRIOR_PAPER = {("mean", "25"): {"delta": "+0.665", "perplexity": "24.1165"}, ("mean", "50"): {"delta": "+2.649"}}
 
 
 def _changes(rates: tuple[str, ...], patterns: tuple[str, ...]) -> Reference:
-    return changes({str(int(r) / 100): {PATTERNS[p]: f"4k-{p}-{r}" for p in patterns} for r in rates})
+    """Return the file of each arm's change of perplexity, by rate and pattern."""
+    arms_of = lambda rate: {PATTERNS[pattern]: f"4k-{pattern}-{rate}" for pattern in patterns}  # noqa: E731
+    return changes({str(int(rate) / 100): arms_of(rate) for rate in rates})
 
 
 RECIPES["rates_and_patterns"] = Recipe(
@@ -235,7 +241,7 @@ RECIPES["rates_and_patterns"] = Recipe(
             numbers=tuple(
                 Number(
                     title=f"{words}, stratified" if key == "stratified" else f"{words}, {float(key):.0%}",
-                    # A pair: the correlation within each rate, and the stratified one.
+                    # The record has a pair for each distance: correlations by rate, and the stratified one.
                     path=("correlations", distance, *((1,) if key == "stratified" else (0, key))),
                     paper=paper,
                 )
@@ -249,7 +255,7 @@ RECIPES["rates_and_patterns"] = Recipe(
 
 # --- scores
 
-# Change by variance, by forward KL, their difference.
+# The paper's change of perplexity with heads chosen by variance, that by forward KL, and their difference.
 _BY_SCORE = {
     ("4k", 0.25): ("+0.665", "+1.068", "+0.402"),
     ("4k", 0.5): ("+2.649", "+3.554", "+0.905"),
@@ -258,10 +264,12 @@ _BY_SCORE = {
     ("16k", 0.25): ("+0.474", "+0.876", "+0.402"),
     ("16k", 0.5): ("+1.802", "+2.417", "+0.615"),
 }
+# The paper's perplexities at 1K and 25%, by score.
 _AT_1K = {"variance": "26.568", "qk_gradient": "26.558", "rank_sum": "26.627", "gradient_veto": "26.607"}
 
 
 def _scored(k: str, score: str, rate: float, **paper: str) -> Row:
+    """Return the row of a score at a context and rate; `paper` has the paper's numbers by metric."""
     return Row(
         arm=tracked(k, score, rate),
         label=f"{k.upper()} {score} {rate:.0%}",
@@ -272,15 +280,16 @@ def _scored(k: str, score: str, rate: float, **paper: str) -> Row:
 
 
 def _selected(k: str) -> tuple[Row, ...]:
+    """Return the rows of a context: ordinary, variance and forward KL, and at 4K every other score."""
     table = [Row(arm=f"{k}-tracked-ordinary", label=f"{k.upper()} ordinary")]
     for rate in (0.25, 0.5):
         variance, forward_kl, difference = _BY_SCORE[k, rate]
         table.append(_scored(k, "variance", rate, delta=variance))
         table.append(_scored(k, "forward_kl", rate, delta=forward_kl, difference=difference))
     if k == "4k":
-        # Of these the paper gives the residual cosine at 4K; the gradient scores it has at 1K, with dense patterns.
-        cosine = {"residual_cosine": {"delta": "+0.792", "relative": "+0.126"}}
-        table += [_scored(k, score, 0.25, **cosine.get(score, {})) for score in (*SCORES[1:], *GRADIENT_SCORES)]
+        # Of these scores, the paper has only the residual cosine at 4K; it has gradient scores at 1K (`_AT_1K`).
+        quoted = {"residual_cosine": {"delta": "+0.792", "relative": "+0.126"}}
+        table += [_scored(k, score, 0.25, **quoted.get(score, {})) for score in (*SCORES[1:], *GRADIENT_SCORES)]
     return tuple(table)
 
 
@@ -310,7 +319,7 @@ RECIPES["selectors"] = Recipe(
     ),
 )
 
-# --- variants that may lower the change at the same rate
+# --- variants that may cost less perplexity at the same rate
 
 _TRACKED = "4k-tracked-ordinary"
 _IDEAS = {
@@ -332,26 +341,32 @@ _IDEAS = {
     "gradient veto": "gradient-veto",
     "relative output change": "relative-output-change",
 }
+"""Variants by their labels; the values stand in arms' names."""
 _AT_HALF = (
     *("the paper's method", "Q/K gradient", "residual cosine", "variance, pruned", "Q/K gradient, pruned"),
     *("at most half of a layer", "at 25% of training", "at 25% of training, pruned"),
 )
+"""Variants that are run at 50% too."""
 _BOUGHT = (
     *("the paper's method", "at 40% of training", "at 25% of training", "variance, pruned"),
     "at 25% of training, pruned",
 )
+"""Variants that are run again with the extra updates that their speedup buys: arms with the ending `-bought`."""
 
 
 def _varied(idea: str, rate: float, *, bought: bool = False) -> Row:
-    """Return a variant's row; `bought` is that with the extra tokens that its speedup buys."""
-    end, usual = f"-{percent(rate)}{'-bought' * bought}", idea == "the paper's method"
-    quoted = {"delta": {0.25: "+0.768 ± 0.067", 0.5: "+2.492 ± 0.083"}[rate]} if usual and not bought else {}
+    """Return a variant's row, with `bought` that of its run with extra tokens."""
+    is_baseline = idea == "the paper's method"
+    end, words = f"-{percent(rate)}", ""
+    if bought:
+        end, words = f"{end}-bought", " with extra tokens for its speedup"
+    quoted = {"delta": {0.25: "+0.768 ± 0.067", 0.5: "+2.492 ± 0.083"}[rate]} if is_baseline and not bought else {}
     return Row(
         arm=f"4k-tracked-{_IDEAS[idea]}{end}",
-        label=f"{idea}{' with extra tokens for its speedup' * bought}, {rate:.0%}",
+        label=f"{idea}{words}, {rate:.0%}",
         reference=_TRACKED,
-        against=None if usual else f"4k-tracked-variance{end}",
-        retired=_IDEAS[idea] == "flat",  # fits have no constant tail any more: it was no better
+        against=None if is_baseline else f"4k-tracked-variance{end}",
+        retired=_IDEAS[idea] == "flat",  # it was no better, and fits cannot hold alpha constant any more
         paper=quoted,
     )
 

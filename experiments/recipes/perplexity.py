@@ -1,6 +1,9 @@
 """Recipes of the main question, perplexity at matched tokens and time: frozen, pruned and ordinary models.
 
-A run at matched time has the ending `-time`, on its own clock `-clock`; docs/experiments.md has all names.
+The ending of an arm's name says what it has in common with the ordinary arm: none or `-control` the tokens, `-time` the
+time by the speed of 124M, `-clock` and `-raw` the time by its own clock. `-more` has more tokens, `-reordered` another
+order of the data. docs/experiments.md has all names. In templates `k` is the context in arms' names, such as "4k", `K`
+that in labels, "4K", `r` the rate in percent, `p` a peak rate and `w` a warm-up.
 """
 
 from collections.abc import Iterable, Iterator
@@ -116,6 +119,7 @@ RECIPES["fixed_token_controls"] = Recipe(
 
 
 def _overlap(name: str, one: str, other: str, paper: str) -> Measurement:
+    """Return the measurement of how many heads two arms selected alike."""
     return Measurement(
         name=name,
         does="experiments.analyses stability",
@@ -194,7 +198,7 @@ RECIPES["later_intervention"] = Recipe(
     ),
 )
 
-# --- matched time: every arm restarts from the reference's checkpoint halfway and gets the time that it had left
+# --- matched time: every arm starts from the reference's checkpoint halfway and gets the time that this one had left
 
 _TIMED_PAPER = {
     row.arm: row.paper
@@ -211,6 +215,7 @@ _TIMED_PAPER = {
         """
     )
 }
+"""The paper's numbers at matched time, by arm."""
 _CONTROLS = """
     arm            | label                         | against
     {k}-mean-{r}   | {K} mean + variance ({r}%)    |
@@ -220,17 +225,18 @@ _CONTROLS = """
 
 
 def _with_end(row: Row, end: str, words: str = "", **changes: Any) -> Row:
-    """Return the row of the same heads in a run with another ending; so ends the arm that its difference is from."""
+    """Return a row with `end` added to the names of its arm and of the arm in `against`, and `words` to its label."""
     against = row.against and f"{row.against}{end}"
     return replace(row, **{"arm": f"{row.arm}{end}", "label": f"{row.label}{words}", "against": against, **changes})
 
 
 _RAW = ("4k-mean-25", "4k-mean-50", "4k-pruned-25", "4k-pruned-50")
-"""Arms with records at measured time, uncompiled: half of such a run is shorter than compiling it."""
+"""Arms that were also run by the clock (`-raw`), uncompiled: compiling takes longer than half of such a run."""
 
 
-def _timed(k: str, of: Iterable[Row]) -> Iterator[Row]:
-    for row in of:
+def _timed(k: str, controls: Iterable[Row]) -> Iterator[Row]:
+    """Yield the rows of controls at matched time."""
+    for row in controls:
         tokens = row.arm if "random" in row.arm else f"{row.arm}-control"
         companions = {"tokens": tokens, "exchange": f"{k}-ordinary-more"}
         companions |= {"raw": f"{row.arm}-raw"} if row.arm in _RAW else {}
@@ -238,8 +244,9 @@ def _timed(k: str, of: Iterable[Row]) -> Iterator[Row]:
         yield _with_end(row, "-time", reference=f"{k}-ordinary-time", companions=companions, paper=paper)
 
 
-def _at_tokens(k: str, of: Iterable[Row]) -> Iterator[Row]:
-    for row in of:
+def _at_tokens(k: str, controls: Iterable[Row]) -> Iterator[Row]:
+    """Yield the rows of controls at matched tokens."""
+    for row in controls:
         end = "" if "random" in row.arm else "-control"
         yield _with_end(row, end, ", matched tokens", reference=control_trunk(k), against=None)
 
@@ -248,15 +255,18 @@ def _timed_rows(k: str, more_rates: tuple[str, ...]) -> Iterator[Row]:
     """Yield the rows of a context, those of the paper's rates first."""
     title, ordinary = k.upper(), f"{k}-ordinary-time"
     by_rate = {rate: rows(_CONTROLS.format(k=k, K=title, r=rate)) for rate in ("25", "50", *more_rates)}
+    # In the order of `_CONTROLS`; random heads are frozen at 4K alone, at the paper's rates.
     mean, pruned, random = ([by_rate[rate][kind] for rate in ("25", "50")] for kind in range(3))
-    further = [*random * (k == "4k"), *(row for rate in more_rates for row in by_rate[rate][:2])]
+    further = [row for rate in more_rates for row in by_rate[rate][:2]]
+    if k == "4k":
+        further = [*random, *further]
     yield Row(arm=control_trunk(k), label=f"{title} reference")
     yield Row(arm=ordinary, label=f"{title} ordinary", paper=_TIMED_PAPER.get(ordinary, {}))
     yield from _timed(k, mean + pruned)
     yield from _at_tokens(k, mean)
     yield _more_tokens(k)
     yield from _at_tokens(k, pruned)
-    # Two of a kind: the distance between them lies between any two arms.
+    # An ordinary run that differs in its data order alone: any two arms may differ by as much by chance.
     yield Row(arm=f"{ordinary}-reordered", label=f"{title} ordinary, reordered data", reference=ordinary)
     yield from _timed(k, further)
     yield from _at_tokens(k, further)
@@ -267,6 +277,7 @@ def _timed_rows(k: str, more_rates: tuple[str, ...]) -> Iterator[Row]:
 
 
 def _more_tokens(k: str) -> Row:
+    """Return the row of the ordinary run that measures what further tokens are worth."""
     more = f"{k}-ordinary-more"
     label, exchange = f"{k.upper()} ordinary, 3% more tokens", {"exchange": more}
     return Row(arm=more, label=label, reference=control_trunk(k), companions=exchange)
@@ -278,6 +289,7 @@ _LINES = {
     "frozen, estimated at 0.14%": ("mean", "paper_exchange"),
     "pruned, estimated at 0.14%": ("pruned", "paper_exchange"),
 }
+"""Lines of the figure `contexts`: the part of their arms' names, and the metric."""
 
 RECIPES["matched_time"] = Recipe(
     title="Controls at matched time",
@@ -339,10 +351,13 @@ _OWN_CLOCK = """
     {k}-exponential-50-pruned-clock | {K} 50% same heads pruned, own clock  | {k}-exponential-50-clock
 """
 _ENDS = {"tokens": "", "time": "-time"}
+"""Ticks of the figure `arms`: the ending of their arms."""
 _DRAWN = {"frozen": "exponential-{}", "pruned": "exponential-{}-pruned", "pruned by gate-Taylor": "gate-taylor-{}"}
+"""Lines of the figure `arms`: their arms by rate."""
 
 
 def _answer_rows(k: str) -> Iterator[Row]:
+    """Yield the rows of a context: at matched time, at matched tokens, by their own clock."""
     title, trunk = k.upper(), control_trunk(k)
     yield Row(arm=trunk, label=f"{title} ordinary")
     yield _more_tokens(k)
