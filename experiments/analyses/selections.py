@@ -1,6 +1,7 @@
 """Which heads a score selects: how stable the selection is, and how selected heads attend (paper, appendix A.3).
 
-`stability` compares two selections of one model; `profiles` measures entropy, recent keys, largest weight, first token.
+`stability` compares two selections of one model. `profiles` measures how each head spreads its attention: entropy, the
+weight of recent keys and of the first token, and the largest weight.
 """
 
 from collections.abc import Sequence
@@ -41,13 +42,13 @@ from saf.records.table import Part, Table, correlation, number
 
 @dataclass(frozen=True, kw_only=True)
 class Stability(Analysis):
-    """Compare two selections of one model: their overlap against chance within layers, and their scores' ranks."""
+    """Compare two selections of one model: their overlap against chance, and the rank correlation of their scores."""
 
     kind = "stability"
     first: tyro.conf.Positional[Path]
-    """An events.jsonl, or the run or checkpoint that holds one; its newest freeze counts."""
+    """An events.jsonl, or the run or checkpoint that holds one; its newest freeze is the first selection."""
     second: tyro.conf.Positional[Path]
-    """Another one."""
+    """The same for the second selection."""
 
     def measure(self) -> dict[str, Any]:
         """Return the record; `expected` is the mean overlap of random sets with as many heads in each layer."""
@@ -57,9 +58,9 @@ class Stability(Analysis):
             raise InputError(f"{self.first} and {self.second} must have an event with heads and scores each")
         one, other = (HeadSet(each["heads"]) for each in selections if each)
         scores = [matrix(each["scores"]) for each in selections if each]
-        width = scores[0].shape[1]
-        # Layers are independent; within one the overlap of random sets is hypergeometric.
-        a, b = (np.array([len(heads.in_layer(layer)) for layer in range(len(scores[0]))]) for heads in (one, other))
+        layers, width = scores[0].shape
+        # By chance: random sets with as many heads in each layer, whose overlap within a layer is hypergeometric.
+        a, b = (np.array([len(heads.in_layer(layer)) for layer in range(layers)]) for heads in (one, other))
         variance = (a * b * (width - a) * (width - b)).sum() / (width**2 * max(1, width - 1))
         return {
             **self.header(files={role: events_file(path) for role, path in paths.items()}),
@@ -74,16 +75,16 @@ class Stability(Analysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        papers = paper.STABILITY
+        published = paper.STABILITY
         chance = f"{record['expected']:.2f} ± {record['standard_deviation']:.2f}"
         rows = [
-            ["heads in both", record["overlap"], papers["overlap"]],
-            ["expected by chance in each layer", chance, papers["expected"]],
-            ["rank correlation of the scores", correlation(record["rank_correlation"]), papers["rank_correlation"]],
+            ["heads in both", record["overlap"], published["overlap"]],
+            ["expected by chance in each layer", chance, published["expected"]],
+            ["rank correlation of the scores", correlation(record["rank_correlation"]), published["rank_correlation"]],
         ]
         columns = ["", "ours", "paper, 25% and 50% of training"]
-        conditions = f"Stability of the selection: {record['first']} and {record['second']} heads."
-        return [conditions, Table.of("", columns, rows, [paper.SELECTION_TEXT.note])]
+        headline = f"Stability of the selection: {record['first']} and {record['second']} heads."
+        return [headline, Table.of("", columns, rows, [paper.SELECTION_TEXT.note])]
 
     @staticmethod
     def draw(records: Sequence[Record]) -> Figure:
@@ -109,10 +110,10 @@ PROFILES = {
     "largest": "largest weight",
     "first_token": "weight of the first token",
 }
-FIRST = 4
-"""Layers that hold most of the paper's selected heads."""
-LOCAL = 64
-"""Keys that count as recent, the query's own included (paper, appendix A.3)."""
+FIRST_LAYERS = 4
+"""The number of first layers that hold most of the paper's selected heads."""
+RECENT_KEYS = 64
+"""The number of last keys that count as recent, the query's own included (paper, appendix A.3)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,12 +128,13 @@ class Profiles(ModelAnalysis):
     text: Literal["controller", "calibration"] = "controller"
     """Take the first windows of the controller partition, or calibration sequences."""
     later: Path | None = None
-    """Record of this analysis of a later checkpoint: adds the rank correlation of both variances."""
+    """A record of `profiles` on a later checkpoint of the run; adds the rank correlation of both variances."""
 
     def measure(self) -> dict[str, Any]:
         opened, selected = self.open(), head_set(self.selected)
         if selected:
-            layer_matched(blank(adapter_for(opened.model).sites()), selected)  # raises now, not after the measurement
+            # Raises now for heads that cannot be compared, not after the measurement.
+            layer_matched(zeros_of_live(adapter_for(opened.model).sites()), selected)
         with opened.autocast:
             windows = opened.windows(self.windows)[:, :-1]
             if self.text == "calibration":
@@ -141,7 +143,7 @@ class Profiles(ModelAnalysis):
         matched = {name: layer_matched(values, selected) for name, values in profiles.items()} if selected else {}
         values = {"windows": len(windows), "profiles": profiles, "selected": selected.to_list(), "matched": matched}
         if selected:
-            values["in_first_layers"] = sum(layer < FIRST for layer, _ in selected)
+            values["in_first_layers"] = sum(layer < FIRST_LAYERS for layer, _ in selected)
         if self.later is not None:
             later = matrix(read_record(self.later, "profiles")["profiles"]["variance"])
             values["variance_ranks"] = spearman(profiles["variance"], later)
@@ -170,10 +172,10 @@ class Profiles(ModelAnalysis):
 
     @staticmethod
     def draw(records: Sequence[Record]) -> Figure:
-        """Return each profile of every head by layer, selected heads by layer, and variance against entropy.
+        """Draw four profiles by layer, the number of selected heads by layer, and variance against entropy.
 
-        Lines are the matched means. Bars and lines are means over seeds with their standard errors, points the first
-        seed's heads.
+        A point is a head of the first seed. Horizontal lines are the layer-matched means of selected and unselected
+        heads; lines and bars are means over seeds, with standard errors.
         """
         drawn, axes = subplots(2, 3, size=(13, 6))
         *profiles, counts, scatter = axes.flat
@@ -182,8 +184,9 @@ class Profiles(ModelAnalysis):
         groups = {"unselected": ~masks[0], "selected": masks[0]}
         for axis, (name, words) in zip(profiles, PROFILES.items(), strict=True):
             for label, heads in groups.items():
-                layers, places = np.nonzero(heads)
-                axis.plot(layers + 0.6 * (places + 0.5) / heads.shape[1] - 0.3, values[name][heads], ".", label=label)
+                layers, columns = np.nonzero(heads)
+                spread = 0.6 * (columns + 0.5) / heads.shape[1] - 0.3  # heads of a layer side by side
+                axis.plot(layers + spread, values[name][heads], ".", label=label)
             matched = np.array([each["matched"][name] for each in records if name in each["matched"]])
             for colour, seeds in zip(("C1", "C0"), matched.T, strict=False):
                 axis.axhline(seeds.mean(), color=colour, lw=0.8)
@@ -202,8 +205,8 @@ class Profiles(ModelAnalysis):
         return drawn
 
 
-def blank(sites: Sequence[Site]) -> Tensor:
-    """Return 0 for live heads, NaN for frozen ones and for layers that stay ordinary, `[L, H]` float64."""
+def zeros_of_live(sites: Sequence[Site]) -> Tensor:
+    """Return `[L, H]` float64: 0 for live heads, NaN for frozen or pruned ones and in layers that cannot be edited."""
     values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
     for layer, site in enumerate(sites):
         if site.unsupported_reason is None:
@@ -211,23 +214,24 @@ def blank(sites: Sequence[Site]) -> Tensor:
     return values
 
 
-def attention_profiles(model: nn.Module, batches: Sequence[Tensor], *, local: int = LOCAL) -> dict[str, Tensor]:
+def attention_profiles(model: nn.Module, batches: Sequence[Tensor], *, recent: int = RECENT_KEYS) -> dict[str, Tensor]:
     """Return each head's mean over sequences and query positions, `[L, H]` float64; NaN for heads that are not live.
 
-    `entropy` is divided by the logarithm of the number of keys, `local_mass` is the weight of the last `local` keys,
-    `largest` the largest weight, `first_token` the first key's; `variance` is over sequences, summed over keys.
-    `batches` are token ids `[B, T]`; positions are 64, evenly over the latter half of T.
+    `entropy` is divided by the logarithm of the number of keys, `local_mass` is the weight of the last `recent` keys,
+    `largest` the largest weight, `first_token` the first key's. `variance` is that of weights over
+    sequences, summed over keys. `batches` are token ids `[B, T]`; the query positions are 64 in the latter half of T.
     """
     adapter = adapter_for(model)
     sites = adapter.sites()
     rows = list(latter_half(batches[0].shape[1]))
-    total, sums = blank(sites).repeat(len(PROFILES) + 1, 1, 1), dict[int, Tensor]()
+    total = zeros_of_live(sites).repeat(len(PROFILES) + 1, 1, 1)  # of the profiles, then of the squared weights
+    sums: dict[int, Tensor] = {}  # of the patterns of a layer, over sequences
 
     def add(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
         for q, k in zip(query, key, strict=True):
             pattern = _pattern(q, k, site, rows)
             sums[layer] = sums[layer].add_(pattern) if layer in sums else pattern
-            total[:, layer, list(site.layout.live)] += _profile(pattern, rows, local).cpu()
+            total[:, layer, list(site.layout.live)] += _profile(pattern, rows, recent).cpu()
 
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer, site in enumerate(sites):
@@ -238,37 +242,39 @@ def attention_profiles(model: nn.Module, batches: Sequence[Tensor], *, local: in
     count = sum(map(len, batches))
     *profiles, squares = total / (count * len(rows))
     for layer, summed in sums.items():
-        of_mean = (summed / count).square().sum((-2, -1)) / len(rows)
-        squares[layer, list(sites[layer].layout.live)] -= of_mean.cpu()
+        mean_squared = (summed / count).square().sum((-2, -1)) / len(rows)
+        squares[layer, list(sites[layer].layout.live)] -= mean_squared.cpu()  # E[x²] - E[x]², the variance
     return {**dict(zip(PROFILES, profiles, strict=True)), "variance": squares}
 
 
 def _pattern(query: Tensor, key: Tensor, site: Site, rows: Sequence[int]) -> Tensor:
     """Return the attention of one sequence's live heads at query positions `rows`, `[live heads, R, T]` float64."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     with torch.autocast(query.device.type, enabled=False):
         scale = score_scale(site.scale, query.shape[-1])
-        logits = capped(query[:, rows].to(wide) @ key[list(site.layout.key_head)].to(wide).mT * scale, site.soft_cap)
+        query, key = query[:, rows].to(dtype), key[list(site.layout.key_head)].to(dtype)
+        logits = capped(query @ key.mT * scale, site.soft_cap)
         last = torch.tensor(rows, device=query.device)[:, None]
         keys = torch.arange(key.shape[1], device=query.device)
         return logits.masked_fill_(keys > last, -torch.inf).softmax(-1).double()
 
 
-def _profile(pattern: Tensor, rows: Sequence[int], local: int) -> Tensor:
-    """Return the profiles of `[heads, R, T]` patterns and their squares, summed over `rows`, `[5, heads]` float64."""
+def _profile(pattern: Tensor, rows: Sequence[int], recent: int) -> Tensor:
+    """Return the profiles of patterns `[heads, R, T]` and their squared weights, summed over `rows`, `[5, heads]`."""
     last = torch.tensor(rows, device=pattern.device)[:, None]
     keys = torch.arange(pattern.shape[-1], device=pattern.device)
     entropy = -torch.xlogy(pattern, pattern).sum(-1) / (last[:, 0] + 1).double().log()
-    recent = (pattern * (keys > last - local)).sum(-1)
+    local_mass = (pattern * (keys > last - recent)).sum(-1)
     squares = pattern.square().sum(-1)
-    return torch.stack([entropy, recent, pattern.amax(-1), pattern[..., 0], squares]).sum(-1)
+    return torch.stack([entropy, local_mass, pattern.amax(-1), pattern[..., 0], squares]).sum(-1)
 
 
 def layer_matched(values: Tensor, selected: HeadSet) -> tuple[float, float]:
-    """Return the means of `values [L, H]` over selected heads, and over unselected ones weighted to match their layers.
+    """Return the mean of `values [L, H]` over selected heads, and over unselected ones weighted to match their layers.
 
-    Each layer's unselected heads weigh as much together as its selected ones; layers without either are left out of
-    both, NaN values too. Raises InputError if no layer has both, or for heads that do not exist.
+    Each layer weighs as many times as it has selected heads, in both means. Layers without selected or without
+    unselected heads are left out, and so are NaN values. Raises InputError if no layer is left, or for heads that do
+    not exist.
     """
     layers, width = values.shape
     if unknown := [list(head) for head in selected if head[0] >= layers or head[1] >= width]:

@@ -62,7 +62,7 @@ def test_distances_from_the_measured_mean(model, ids, run_dense):
 
 
 def test_profiles_are_those_of_the_patterns(model, ids, run_dense):
-    found = attention_profiles(model, ids.split(2), local=5)
+    found = attention_profiles(model, ids.split(2), recent=5)
     patterns, _ = run_dense(model, torch.cat([ids, ids[:, :1]], 1))
     rows = latter_half(24)
     for layer, pattern in enumerate(patterns):
