@@ -1,4 +1,4 @@
-"""`saf compare`: an ordinary and a frozen run, or two evaluations."""
+"""`saf compare`: what freezing cost and saved, by an ordinary and a frozen run or by evaluations of two models."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -52,37 +52,41 @@ class Command:
         if {kind_of(path) for path in pair} & {Kind.EVALUATION, Kind.TRANSFORMERS}:
             for path in pair:
                 expect(path, Kind.EVALUATION)
-            return self._evaluations()
+            return self._compare_evaluations()
         if self.card is not None:
             raise InputError("--card is for evaluations of Hugging Face models; runs have no model card")
         ordinary, frozen = map(RecordedRun.open, pair)
         record = compare_runs(ordinary, frozen, out=self.out or self.frozen, allow_differences=self.allow_differences)
-        notes = filter(None, [too_small(frozen)])
+        notes = filter(None, [too_small(frozen)])  # a sentence where the model is too small to save time
         show(record, verdict(record), *notes, *pair_tables(record, ordinary, frozen), as_json=self.json)
         return record
 
-    def _evaluations(self) -> dict[str, Any]:
-        changes, tasks = compare_folders(self.ordinary, self.frozen, allow_differences=self.allow_differences)
+    def _compare_evaluations(self) -> dict[str, Any]:
+        perplexity, tasks = compare_folders(self.ordinary, self.frozen, allow_differences=self.allow_differences)
         if self.card is not None:
-            self._write_card(self.card, changes)
-        record = {**(changes or tasks or {}), **({"zero_shot": tasks} if changes and tasks else {})}
+            self._write_card(self.card, perplexity)
+        parts = [part for part in (perplexity, tasks) if part]  # one of them at least
+        record = dict(parts[0])
+        if perplexity and tasks:
+            record["zero_shot"] = tasks
         if self.out is not None:
             write_json(self.out / "compare.json", record)
-        shown = [each for each in (changes, tasks) if each]
-        tables = [table for each in shown for table in pair_tables(each)]
-        show(record, *map(verdict, shown), *tables, as_json=self.json)
+        tables = [table for part in parts for table in pair_tables(part)]
+        show(record, *map(verdict, parts), *tables, as_json=self.json)
         return record
 
     def _write_card(self, folder: Path, record: dict[str, Any] | None) -> None:
-        """Write what freezing cost into a folder's model card; raise InputError for a record of another model."""
+        """Write what freezing cost into a folder's model card; raise InputError unless the record is of its model."""
         if record is None:
             raise InputError("--card needs a change of perplexity; evaluate both models with --data")
-        measured = record["provenance"]["checkpoints"].get("frozen")
-        if kind_of(folder) is not Kind.TRANSFORMERS or folder_hash(folder) != measured:
-            raise InputError(f"{self.frozen} is not an evaluation of {folder} as it is; run `saf evaluate {folder}`")
+        evaluated_hash = record["provenance"]["checkpoints"].get("frozen")
+        if kind_of(folder) is not Kind.TRANSFORMERS or folder_hash(folder) != evaluated_hash:
+            raise InputError(
+                f"{self.frozen} is not an evaluation of {folder} as it is now; run `saf evaluate {folder}`"
+            )
         from saf.hf.pretrained import record_cost_
 
-        before = record["heads_by_kind"][0]
+        before = record["heads_by_kind"][0]  # the first model may have frozen heads too
         heads = f" with {heads_in_words(before)}" if any(before.values()) else ""
         change = perplexity_change(record, "95% interval ")
         record_cost_(
