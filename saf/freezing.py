@@ -270,7 +270,7 @@ def _check(adapter: Adapter, sequences: Sequences, config: FreezeConfig, allow_e
     check_heads(config, [site.layout for site in sites], allow_empty=allow_empty)
     if config.heads is not None:
         measurable_heads(adapter, config.heads)
-    config.check_calibration(sequences=sequences.num_different)
+    config.check_calibration(sequences=sequences.num_distinct)
     if "gates" in config.needs:
         adapter.check_next_token()
     if freezes:

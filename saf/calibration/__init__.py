@@ -98,7 +98,7 @@ def calibrate(
         length=sequences.length,
         num_sequences=len(sequences.tokens),
         sequences_hash=sequences.hash,
-        lengths=sequences.unequal,
+        lengths=sequences.unequal_lengths,
         collected=plan.collector.tensors if collect else {},
         collected_heads=plan.heads if collect else HeadSet(),
         positions=plan.collector.positions,

@@ -69,7 +69,7 @@ def plan_calibration(
             f"not enough memory: {byte_size(collector.nbytes)} to collect, {byte_size(free)} free on the CPU; "
             "measure fewer heads at a time (heads=)"
         )
-    if sequences.unequal and (whole := [name for name in collect if "N" in COLLECTIONS[name].shape]):
+    if sequences.unequal_lengths and (whole := [name for name in collect if "N" in COLLECTIONS[name].shape]):
         raise InputError(
             f"{' and '.join(whole)} cannot be collected of sequences of unequal lengths, {sequences.lengths[-1]} to "
             f"{sequences.length} tokens; pass sequences of one length, or collect the mean"

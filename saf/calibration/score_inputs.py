@@ -1,7 +1,8 @@
 """What scores read beyond the statistics.
 
-`QKGradient` averages gradients of queries and keys while a model trains. `gate_gradients` measures the gradients of
-gates on the heads' outputs; `head_outputs`, their contributions to the residual stream with own and mean patterns.
+`QKGradient` averages gradient norms of query and key weights while a model trains. `gate_gradients` measures gradients
+of gates on the heads' outputs, and `head_outputs` each head's contribution to the residual stream, with its own pattern
+and with its mean pattern.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,10 +16,11 @@ from torch import Tensor, nn
 
 from saf.calibration.capture import check_vocabulary, evaluation_mode
 from saf.calibration.measure import measured_dtype
-from saf.calibration.sequences import IGNORED, Batch, read_batches, read_sequences
+from saf.calibration.sequences import Batch, read_batches, read_sequences
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.models.adapter import Adapter, Rows, Site, adapter_for, find_rows, rows_of, unwrap
 from saf.ops.live import capped, score_scale
+from saf.ops.loss_and_gelu import IGNORE_INDEX
 from saf.scores import HeadOutputs
 from saf.statistics import AttentionStatistics
 
@@ -44,7 +46,7 @@ class QKGradient:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the gradients of this update; raise InputError when there are none."""
+        """Average in the gradients of this update; raise InputError when there are none."""
         norms = torch.stack([head_norms(site) for site in adapter_for(self.model).sites()])  # Eq. (8)
         self._average = self._average.to(norms.device)
         mean = norms.nanmean()
@@ -61,7 +63,7 @@ class QKGradient:
         return scores
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the average as values for JSON."""
+        """Return the average as values for JSON, None in place of NaN."""
         return {"average": [[None if value != value else value for value in row] for row in self._average.tolist()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -69,14 +71,14 @@ class QKGradient:
         rows = [[torch.nan if value is None else value for value in row] for row in state["average"]]
         average = torch.tensor(rows, dtype=torch.float64)
         if average.shape != self._average.shape:
-            raise CheckpointError(f"state must be of {list(self._average.shape)} heads; got {list(average.shape)}")
+            raise CheckpointError(f"state must have shape {list(self._average.shape)}; got {list(average.shape)}")
         self._average = average
 
 
 def head_norms(site: Site) -> Tensor:
-    """Return query plus key gradient norms of one layer's heads, Eq. (8), `[H]` float64; NaN for frozen heads.
+    """Return the sum of query and key gradient norms of one layer's heads, Eq. (8), `[H]` float64; NaN if not live.
 
-    With grouped queries a query head has the key gradient of its group.
+    With grouped queries, all query heads of a group share the norm of its key head.
     """
     layout, parts = site.layout, [rows_of(site, role) for role in ("query", "key")]
     norms = [torch.full((), torch.nan, dtype=torch.float64, device=parts[0].parameter.device)] * layout.num_heads
@@ -84,7 +86,7 @@ def head_norms(site: Site) -> Tensor:
         by_slot, by_group = (_block_norms(part, site.head_dim).unbind() for part in parts)
         for head, query, group in zip(layout.live, by_slot, layout.key_head, strict=True):
             norms[head] = query + by_group[group]  # Eq. (8)
-    return torch.stack(norms)  # not assigned by index, which would be copied to the device and waited for
+    return torch.stack(norms)  # indexing a tensor by a list of heads would copy the list to the device and wait for it
 
 
 def _block_norms(rows: Rows, head_dim: int) -> Tensor:
@@ -101,14 +103,14 @@ def _block_norms(rows: Rows, head_dim: int) -> Tensor:
 
 
 def gate_gradients(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
-    """Return I of Eq. (19), the mean of absolute gate gradients over sequences: `[L, H]`, NaN for frozen heads.
+    """Return I of Eq. (19), the mean over sequences of absolute gate gradients: `[L, H]`, NaN for frozen heads.
 
-    A gate multiplies a head's output just before the output projection. Its gradient is exactly the inner product of
-    the head's block of output weights with that block's gradient, in every model family.
+    A gate is a factor of a head's output, just before the output projection. Its gradient at 1 is the inner product of
+    the head's block of output weights with that block's gradient, so that no model needs actual gates.
 
-    The model runs in evaluation mode and stays as it was. Batches are those of `calibrate`, with `targets [B, T]` where
-    the loss is of other tokens than every next one (-100 does not count); each sequence runs by itself, without
-    padding. Raises InputError as `calibrate` does, and for a sequence without a target.
+    The model runs in evaluation mode and stays as it was. Batches are those of `calibrate`; `targets [B, T]` in them
+    replace every next token in the loss, and -100 leaves one out. Each sequence runs by itself, without padding. Raises
+    InputError as `calibrate` does, and for a sequence without a target.
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
     check_vocabulary(adapter, sequences.ids)
@@ -119,7 +121,8 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
         for row, targets in sequences.rows():
             loss = _loss(adapter, row, targets)
             gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
-            total += torch.stack([_gate_gradient(*each) for each in zip(sites, gradients, strict=True)]).abs().cpu()
+            layers = [_gate_gradient(site, gradient) for site, gradient in zip(sites, gradients, strict=True)]
+            total += torch.stack(layers).abs().cpu()
     return total / len(sequences.tokens)  # Eq. (19)
 
 
@@ -129,8 +132,8 @@ def _loss(adapter: Adapter, row: Tensor, targets: Tensor | None) -> Tensor:
         if len(row) < 2:
             raise InputError(f"a next-token loss needs sequences of two tokens or more; got {len(row)}")
         row, targets = row[:-1], row[1:]
-    elif bool((targets == IGNORED).all()):
-        raise InputError(f"every sequence needs a target that counts, got only {IGNORED} in one")
+    elif bool((targets == IGNORE_INDEX).all()):
+        raise InputError(f"every sequence needs a target that counts, got only {IGNORE_INDEX} in one")
     return adapter.next_token_loss(row[None].to(adapter.device), targets[None].to(adapter.device))
 
 
@@ -147,13 +150,13 @@ def _gate_gradient(site: Site, gradient: Tensor) -> Tensor:
 @contextmanager
 def _requiring_gradients(parameters: Sequence[Tensor]) -> Iterator[None]:
     """Let parameters require gradients, and restore their own settings afterwards."""
-    fixed = [parameter for parameter in parameters if not parameter.requires_grad]
-    for parameter in fixed:
+    without = [parameter for parameter in parameters if not parameter.requires_grad]
+    for parameter in without:
         parameter.requires_grad_(True)
     try:
         yield
     finally:
-        for parameter in fixed:
+        for parameter in without:
             parameter.requires_grad_(False)
 
 
@@ -164,9 +167,9 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
     """Measure the contributions of all live heads to the residual stream, with their own and with their mean pattern.
 
     The model runs in evaluation mode and stays as it was, on held-out sequences `[B, T]` of the calibration length.
-    Statistics are of `calibrate(..., collect=("mean_rows",))`. Returns sums and norms at their positions of every
-    sequence, NaN for heads without `mean_rows`. Raises InputError for statistics without `mean_rows` and sequences of
-    another length, UnsupportedError for a model with a norm behind its attention layers.
+    Statistics are those of `calibrate(..., collect=("mean_rows",))`; samples are taken at their query positions. Heads
+    without `mean_rows` get NaN. Raises InputError for statistics without `mean_rows` and sequences of another length,
+    UnsupportedError for a model with a norm after its attention layers.
     """
     adapter, batches = adapter_for(model), read_batches(batches)
     sites = adapter.sites()
@@ -181,10 +184,13 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
         )
     positions, mean_rows = statistics.positions, statistics.by_head("mean_rows")
     samples = sum(map(len, batches)) * len(positions)
-    layers = [_LayerOutputs(unwrap(model), *each, positions, samples) for each in zip(sites, mean_rows, strict=True)]
+    layers = [
+        _LayerOutputs(unwrap(model), site, rows, positions, samples)
+        for site, rows in zip(sites, mean_rows, strict=True)
+    ]
     with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
         for layer in layers:
-            layer.hook(stack)
+            layer.add_hooks(stack)
         for batch in batches:
             adapter.run(batch.to(adapter.device))
     sums = {name: torch.stack([layer.sums[name] for layer in layers]) for name in layers[0].sums}
@@ -192,7 +198,7 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
 
 
 class _LayerOutputs:
-    """Sums of one layer, filled batch by batch by hooks around its attention; NaN where a head is not live."""
+    """The tensors of `HeadOutputs` of one layer, filled by hooks around its attention; NaN where a head is not live."""
 
     def __init__(self, model: nn.Module, site: Site, mean_rows: Tensor, positions: Sequence[int], samples: int):
         self.site, self.live, self.positions = site, list(site.layout.live), list(positions)
@@ -210,9 +216,9 @@ class _LayerOutputs:
         self.sums["gram"][np.ix_(self.live, self.live)] = 0
         self._filled = 0
 
-    def hook(self, stack: ExitStack) -> None:
-        """Add every forward pass until the stack is closed."""
-        inputs: dict[str, Tensor] = {}  # of the pass so far
+    def add_hooks(self, stack: ExitStack) -> None:
+        """Take in every forward pass until the stack is closed."""
+        inputs: dict[str, Tensor] = {}  # tensors of the current pass, by the parameters of `_add_batch`
 
         def store(name: str, _module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             inputs[name] = args[0] if args else kwargs["hidden_states"]
@@ -220,7 +226,7 @@ class _LayerOutputs:
         def add(_module: nn.Module, _args: Any, output: Any) -> None:
             if "query" in inputs:  # a layer without live heads has none
                 with torch.autocast(self.weight.device.type, enabled=False):
-                    self._add(output if isinstance(output, Tensor) else output[0], **inputs)
+                    self._add_batch(output if isinstance(output, Tensor) else output[0], **inputs)
             inputs.clear()
 
         for module, name in ((self.decoder_layer, "residual"), (self.site.attention, "normed")):
@@ -228,8 +234,8 @@ class _LayerOutputs:
         stack.enter_context(self.site.capture(lambda query, key: inputs.update(query=query, key=key)))
         stack.callback(self.site.attention.register_forward_hook(add).remove)
 
-    def _add(self, output: Tensor, *, query: Tensor, key: Tensor, normed: Tensor, residual: Tensor) -> None:
-        """Add a batch: its attention layer's output and input, rotated queries and keys, and the residual stream."""
+    def _add_batch(self, output: Tensor, *, query: Tensor, key: Tensor, normed: Tensor, residual: Tensor) -> None:
+        """Add a batch: the attention layer's output, rotated queries and keys, its input, and the stream before it."""
         layout, rows = self.site.layout, self.positions
         query, key = query[:, :, rows].to(self.dtype), key[:, list(layout.key_head)].to(self.dtype)
         value = _values(self.site, normed, self.dtype)[:, list(layout.kv_head[: len(self.live)])]
@@ -237,7 +243,7 @@ class _LayerOutputs:
         position = torch.arange(key.shape[2], device=key.device)
         future = position > torch.tensor(rows, device=key.device)[:, None]
         pattern = logits.masked_fill_(future, -torch.inf).softmax(-1)
-        # C and D of `HeadOutputs`, [heads, samples, channels]; samples are positions of one sequence after another.
+        # C and D of `HeadOutputs`, [heads, samples, channels]: all positions of one sequence, then of the next.
         contribution, change = (
             (weights @ value @ self.weight).double().transpose(0, 1).flatten(1, 2)
             for weights in (pattern, self.mean - pattern)
@@ -255,7 +261,7 @@ class _LayerOutputs:
 
 
 def _values(site: Site, normed: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the values `[N, H_kv, T, D]` of the projections' input `[N, T, channels]`, computed in `dtype`."""
+    """Return the value vectors `[N, H_kv, T, D]` of the attention layer's input `[N, T, channels]`, in `dtype`."""
     rows, bias = rows_of(site, "value"), find_rows(site, "value_bias")
     weight = rows.of(rows.parameter).movedim(rows.dimension, 0)
     values = normed.to(dtype) @ weight.to(dtype).T

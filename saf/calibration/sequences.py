@@ -14,18 +14,17 @@ from saf.errors import InputError, shown
 
 Batch = Tensor | Mapping[str, Any]
 """Token ids `[B, T]`, or a mapping with `input_ids` and optionally `attention_mask` and `targets`."""
-IGNORED = -100  # a target that does not count
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
 
 
 @dataclass(frozen=True)
 class Sequences:
-    """Sequences on the CPU, longest first; several readers share them, and each may iterate them as batches."""
+    """Sequences on the CPU, longest first. Unlike an iterator of batches, they can be read any number of times."""
 
     tokens: list[Tensor]  # token ids of each sequence, LongTensor `[T]`
     sizes: list[int]  # number of sequences in each batch
     targets: list[Tensor] | None = None
-    """Tokens whose loss is taken, `[T]` each, in place of every next one; `IGNORED` does not count."""
+    """The tokens to predict, `[T]` for each sequence, -100 where there is none; by default every next token."""
 
     @cached_property
     def ids(self) -> list[Tensor]:
@@ -44,26 +43,27 @@ class Sequences:
         return len(self.tokens[0])
 
     @property
-    def unequal(self) -> tuple[int, ...]:
-        """Lengths where they differ; empty where all are the same."""
+    def unequal_lengths(self) -> tuple[int, ...]:
+        """The lengths where they differ; empty where all are the same."""
         return self.lengths if len(self.tokens[-1]) < self.length else ()
 
     @property
-    def num_different(self) -> int:
-        """Number of sequences that are not the beginning of another one, whose attention they would repeat."""
-        different: list[Tensor] = []
+    def num_distinct(self) -> int:
+        """Number of sequences that are no prefix of another; a prefix repeats the attention of the longer one."""
+        distinct: list[Tensor] = []
         for row in self.tokens:
-            different += [] if any(torch.equal(row, longer[: len(row)]) for longer in different) else [row]
-        return len(different)
+            if not any(torch.equal(row, longer[: len(row)]) for longer in distinct):
+                distinct.append(row)
+        return len(distinct)
 
     @property
     def hash(self) -> str:
         """SHA-256 of the tokens, and of the lengths where they differ."""
-        lengths = [torch.tensor(self.lengths)] if self.unequal else []
+        lengths = [torch.tensor(self.lengths)] if self.unequal_lengths else []
         return hashlib.sha256(torch.cat([*lengths, *self.tokens]).contiguous().numpy().tobytes()).hexdigest()
 
     def __str__(self) -> str:
-        shortest = f"{self.lengths[-1]:,} to " if self.unequal else ""
+        shortest = f"{self.lengths[-1]:,} to " if self.unequal_lengths else ""
         return f"{len(self.tokens)} sequences of {shortest}{self.length:,} tokens"
 
     def rows(self) -> Iterator[tuple[Tensor, Tensor | None]]:
@@ -78,16 +78,18 @@ class Sequences:
 def read_sequences(batches: Iterable[Batch]) -> Sequences:
     """Read all batches; sequences of unequal lengths are sorted, longest first.
 
-    Raises InputError for no sequences, ids that are no integers `[B, T]`, a mask with a gap or of another shape, a
-    sequence without a token or of several documents, targets of another shape or in only some batches.
+    Raises InputError for no sequences, ids that are no integers `[B, T]`, a mask of another shape or with padding
+    anywhere but on the right, a sequence without a token, packed documents, and targets of another shape or in only
+    some batches.
     """
     if isinstance(batches, Sequences):
         return batches
     if isinstance(batches, Tensor | Mapping):
         raise InputError(f"batches is an iterable of batches, such as a list of one; got a bare {shown(batches)}")
     read = [_read_batch(batch) for batch in batches]
-    # Sorting is stable: sequences of equal lengths stay in order.
-    tokens, targets = (sorted((row for batch in read for row in batch[part]), key=len, reverse=True) for part in (0, 1))
+    # Sorting is stable, so that sequences of one length stay in order, and targets go with their tokens.
+    tokens = sorted((row for rows, _ in read for row in rows), key=len, reverse=True)
+    targets = sorted((row for _, rows in read for row in rows), key=len, reverse=True)
     if not tokens:
         raise InputError("calibration needs at least one sequence, got none; an iterator is read once: pass a list")
     if not len(tokens[-1]):
@@ -98,16 +100,16 @@ def read_sequences(batches: Iterable[Batch]) -> Sequences:
 
 
 def read_batches(batches: Iterable[Batch]) -> list[Tensor]:
-    """Read the token ids of sequences of one length, without padding; raise InputError for others."""
+    """Read batches `[B, T]` of sequences of one length; raise InputError where lengths differ."""
     sequences = read_sequences(batches)
-    if sequences.unequal:
+    if sequences.unequal_lengths:
         raise InputError(f"sequences must have one length here; got {sequences.lengths[-1]} to {sequences.length}")
     return sequences.ids
 
 
 def _read_batch(batch: Any) -> tuple[list[Tensor], list[Tensor]]:
     """Return the tokens of a batch's sequences without their padding, and their targets if there are any."""
-    # The loader of a TensorDataset yields lists of one tensor.
+    # A DataLoader over a TensorDataset yields lists of one tensor.
     item: Any = batch[0] if isinstance(batch, list | tuple) and len(batch) == 1 else batch
     fields: Mapping[str, Any] = item if isinstance(item, Mapping) else {"input_ids": item}
     tokens, targets = fields.get("input_ids"), fields.get("targets")
@@ -117,7 +119,7 @@ def _read_batch(batch: Any) -> tuple[list[Tensor], list[Tensor]]:
             "saf.integrations.transformers.text_sequences reads text"
         )
     ends = _ends(fields.get("attention_mask"), tokens)
-    _check_one_document(fields, ends)
+    _check_not_packed(fields, ends)
     if targets is None:
         return _cut(tokens, ends), []
     if not isinstance(targets, Tensor) or targets.shape != tokens.shape or targets.dtype not in _INTEGERS:
@@ -130,7 +132,7 @@ def _cut(rows: Tensor, ends: list[int]) -> list[Tensor]:
 
 
 def _ends(mask: Any, tokens: Tensor) -> list[int]:
-    """Return the number of tokens of each row by its mask; raise InputError unless all padding is on the right."""
+    """Return the tokens of each row that are no padding; raise InputError unless all padding is on the right."""
     if mask is None:
         return [tokens.shape[1]] * len(tokens)
     mask = torch.as_tensor(mask).cpu().bool()
@@ -142,15 +144,13 @@ def _ends(mask: Any, tokens: Tensor) -> list[int]:
     return ends.tolist()
 
 
-def _check_one_document(fields: Mapping[str, Any], ends: list[int]) -> None:
-    """Raise InputError for rows of several documents: boundaries in them, or positions that restart."""
-    several = bool({"cu_seq_lens_q", "seq_lengths"} & fields.keys())
+def _check_not_packed(fields: Mapping[str, Any], ends: list[int]) -> None:
+    """Raise InputError for rows with several documents: the batch has their boundaries, or positions that restart."""
+    packed = bool({"cu_seq_lens_q", "seq_lengths"} & fields.keys())
     if (positions := fields.get("position_ids")) is not None:
         rows = torch.as_tensor(positions).cpu().expand(len(ends), -1)
-        several |= any(
-            not torch.equal(row[:end].long(), torch.arange(end)) for row, end in zip(rows, ends, strict=True)
-        )
-    if several:
+        packed |= any(not torch.equal(row[:end].long(), torch.arange(end)) for row, end in zip(rows, ends, strict=True))
+    if packed:
         raise InputError(
             "rows must be one document each, got several in a row (by position_ids, cu_seq_lens_q or seq_lengths); "
             "pad each document to a row of its own"

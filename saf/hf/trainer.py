@@ -228,7 +228,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         check_editable(model, optimizer)
         adapter = adapter_for(model)
         check_vocabulary(adapter, [*self._calibration, *self._heldout])
-        self.config.check_calibration(sequences=read_sequences(self._calibration).num_different)
+        self.config.check_calibration(sequences=read_sequences(self._calibration).num_distinct)
         if self._heldout or "gates" in self.config.needs:
             adapter.check_next_token()
 

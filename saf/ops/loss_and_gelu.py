@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from saf.errors import InputError
 from saf.ops.operator import forbid_second_derivative, operator, uses_triton
 
-IGNORED = -100
+IGNORE_INDEX = -100
 """The target of a token without loss, as in PyTorch."""
 CHUNK_LOGITS = 1 << 29
 """Logits in memory at once: a gigabyte of 16 bits, little next to a model in training, enough for large products."""
@@ -37,7 +37,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Ten
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         return _LinearCrossEntropy.apply(rows, weight, labels)
     log_probs = linear_log_probs(rows, weight, labels)
-    return -log_probs.sum() / (labels != IGNORED).sum()
+    return -log_probs.sum() / (labels != IGNORE_INDEX).sum()
 
 
 def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         matrix = weight.to(rows.dtype)
-        count = (labels != IGNORED).sum()
+        count = (labels != IGNORE_INDEX).sum()
         losses, row_gradients, weight_gradient = [], [], None
         size = chunk_rows(weight.shape[0])
         for h, t in zip(rows.split(size), labels.split(size), strict=True):
@@ -106,7 +106,7 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
     if uses_triton(logits.device, logits.dtype):
         from saf.ops.loss_and_gelu_kernels import softmax_gradient
 
-        return softmax_gradient(logits, labels, count, ignored=IGNORED)
+        return softmax_gradient(logits, labels, count, ignored=IGNORE_INDEX)
     log_probs, wide, normaliser, known = _log_probs(logits, labels)
     slope, target = (wide - normaliser).exp(), labels.where(known, 0)[:, None]
     slope.scatter_add_(1, target, slope.new_full(target.shape, -1))
@@ -122,13 +122,13 @@ def _log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     """
     known = (labels >= 0) & (labels < logits.shape[1])
     on_host = labels.device.type == "cpu" and not torch.compiler.is_compiling()
-    if on_host and len(unknown := labels[~known & (labels != IGNORED)]):
+    if on_host and len(unknown := labels[~known & (labels != IGNORE_INDEX)]):
         most = logits.shape[1] - 1
         raise InputError(f"targets are tokens 0 to {most}, or -100 to leave one out; got {int(unknown[0])}")
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     normaliser = wide.logsumexp(1, keepdim=True)
     log_probs = (wide.gather(1, labels.where(known, 0)[:, None]) - normaliser)[:, 0]
-    return log_probs.where(known, torch.nan).where(labels != IGNORED, 0), wide, normaliser, known
+    return log_probs.where(known, torch.nan).where(labels != IGNORE_INDEX, 0), wide, normaliser, known
 
 
 def gelu_linear(x: Tensor, weight: Tensor) -> Tensor:

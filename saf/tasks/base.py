@@ -27,8 +27,6 @@ from saf.ops import FrozenHeads
 from saf.records.files import check_file, file_hash, read_lines, write_lines
 from saf.records.run import RecordedRun
 
-NO_TARGET = -100
-"""The target of a token that is left out of the loss."""
 PARENT = "parent"
 """Roles of the checkpoints that a model was derived from begin with this."""
 Progress = Callable[[int, int], None]

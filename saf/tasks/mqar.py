@@ -24,8 +24,9 @@ from saf.distributed import on_rank0
 from saf.errors import DivergenceError, InputError
 from saf.machine import Execution
 from saf.models import GPT
+from saf.ops.loss_and_gelu import IGNORE_INDEX
 from saf.records.table import Table
-from saf.tasks.base import ANSWERS, NO_TARGET, Answer, Task, run_batches, write_answers
+from saf.tasks.base import ANSWERS, Answer, Task, run_batches, write_answers
 
 GATE = 0.8
 """The paper compares arms only where the ordinary one answers this share of the development queries."""
@@ -122,7 +123,7 @@ class MQARSettings:
         length, pairs = length or self.length, pairs or self.pairs
         self.check_fits(length, pairs)
         inputs = np.empty((len(numbers), length), dtype=np.int64)
-        targets = np.full((len(numbers), length), NO_TARGET, dtype=np.int64)
+        targets = np.full((len(numbers), length), IGNORE_INDEX, dtype=np.int64)
         for row, number in enumerate(numbers):
             self._write(inputs[row], targets[row], pairs, generator(stream, seed, number))
         return torch.from_numpy(inputs), torch.from_numpy(targets)
@@ -233,7 +234,7 @@ def answer_queries(
     Processes of a group share the batches out. Returns `accuracy` over all queries, `loss` (nats per query), the
     numbers of `examples` and `queries`, and `hits`, the queries answered rightly by example.
     """
-    queries = (targets != NO_TARGET).sum(1)
+    queries = (targets != IGNORE_INDEX).sum(1)
     if inputs.shape != targets.shape or not len(queries) or not int(queries.min()):
         shapes = f"{list(inputs.shape)} and {list(targets.shape)}"
         raise InputError(f"inputs and targets must both be [examples, length], a query in each, got {shapes}")
@@ -241,7 +242,7 @@ def answer_queries(
 
     def answer(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         ids, answers = (part.to(device) for part in batch)
-        where = answers != NO_TARGET
+        where = answers != IGNORE_INDEX
         logits = F.linear(model.hidden(ids)[where], model.embed.weight).float()
         right = torch.zeros_like(where)
         right[where] = logits.argmax(1) == answers[where]

@@ -26,8 +26,9 @@ from saf.distributed import on_rank0
 from saf.errors import DataError, InputError, SafWarning, check_name
 from saf.machine import Execution
 from saf.models import GPT
+from saf.ops.loss_and_gelu import IGNORE_INDEX
 from saf.records.run import absolute_path
-from saf.tasks.base import ANSWERS, NO_TARGET, Answer, Continuation, Task, likelihoods, summary, write_answers
+from saf.tasks.base import ANSWERS, Answer, Continuation, Task, likelihoods, summary, write_answers
 
 PATHS = ("test", "tokenizer")
 """Fields of `FinetuneSettings` that name files; a fingerprint covers their contents wherever they lie."""
@@ -465,7 +466,7 @@ def pad(rows: Sequence[Row], *, padding: int) -> tuple[Tensor, Tensor]:
             [   6, -100]]))
     """
     width = max(len(tokens) for tokens, _, _ in rows) - 1
-    inputs, targets = torch.full((len(rows), width), padding), torch.full((len(rows), width), NO_TARGET)
+    inputs, targets = torch.full((len(rows), width), padding), torch.full((len(rows), width), IGNORE_INDEX)
     for row, (tokens, begin, end) in enumerate(rows):
         ids = torch.tensor(tokens)
         inputs[row, : len(ids) - 1] = ids[:-1]

@@ -30,8 +30,7 @@ from saf.models.adapter import adapter_for, longest_input, unwrap
 from saf.models.by_layer import CompiledByLayer
 from saf.models.gpt import DecoderLayer
 from saf.ops import for_graphs
-from saf.ops.loss_and_gelu import chunk_rows
-from saf.tasks.base import NO_TARGET
+from saf.ops.loss_and_gelu import IGNORE_INDEX, chunk_rows
 
 # --- one update
 
@@ -132,7 +131,7 @@ class Updater:
         gradients are averaged, so the mean of their shares is the loss.
         """
         micro_batches = [next(self.batches) for _ in range(self.accumulation)]
-        counts = torch.stack([(targets != NO_TARGET).sum() for _, targets in micro_batches])
+        counts = torch.stack([(targets != IGNORE_INDEX).sum() for _, targets in micro_batches])
         self.targets.copy_(self.parallel.mean(counts.sum().double()))
         total = torch.zeros((), device=self.execution.device)
         for remaining, (inputs, targets) in zip(reversed(range(self.accumulation)), micro_batches, strict=True):
@@ -141,7 +140,7 @@ class Updater:
         return total
 
     def _pass(self, inputs: Tensor, targets: Tensor) -> Tensor:
-        share = (targets != NO_TARGET).sum() / self.targets
+        share = (targets != IGNORE_INDEX).sum() / self.targets
         with self.execution.autocast():
             loss = self.engine.forward(inputs, targets=targets)
         loss = loss * share.to(loss.dtype)
@@ -512,7 +511,7 @@ class GraphedPasses:
                 own.zero_() if parameter.grad is None else own.copy_(parameter.grad)
                 parameter.grad = own
         extra = self._padding(inputs.shape[1]) if self._pads else 0
-        inputs, targets = F.pad(inputs, (0, extra)), F.pad(targets, (0, extra), value=NO_TARGET)
+        inputs, targets = F.pad(inputs, (0, extra)), F.pad(targets, (0, extra), value=IGNORE_INDEX)
         if inputs.shape not in self.graphs:
             self.graphs[inputs.shape] = inputs, targets, self._capture(inputs, targets)
         own_inputs, own_targets, replay = self.graphs[inputs.shape]

@@ -356,5 +356,5 @@ def test_batches_are_sorted_longest_first_with_their_targets_and_read_again():
     assert all(torch.equal(row + 1, targets) for row, targets in read.rows())
     assert [count for _, _, count in spans_of(read.lengths)] == [5, 3, 2, 1]
     again = read_sequences(list(read))
-    assert (again.lengths, again.hash, again.num_different) == (read.lengths, read.hash, 5)
+    assert (again.lengths, again.hash, again.num_distinct) == (read.lengths, read.hash, 5)
     assert all(map(torch.equal, again.targets, read.targets))
