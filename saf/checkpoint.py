@@ -1,4 +1,4 @@
-"""Checkpoints of a training: one folder a step of safetensors and JSON, whole or absent, verified when it is opened."""
+"""Checkpoints of a run: each is a folder of safetensors and JSON, written whole or not at all, verified when opened."""
 
 import json
 import random
@@ -37,7 +37,7 @@ from saf.records.run import MANIFEST, Kind, expect, kind_of
 SCHEMA = "saf.checkpoint/1"
 """The schema that manifest.json names."""
 STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
-"""AdamW's state of a parameter, under its own names."""
+"""The keys of AdamW's state of a parameter."""
 _NAME = re.compile(r"step-(\d+)(-frozen)?")
 
 
@@ -45,7 +45,7 @@ _NAME = re.compile(r"step-(\d+)(-frozen)?")
 
 
 def step_name(update: int, *, after_freezing: bool = False) -> str:
-    """Return a checkpoint's folder name; "-frozen" marks the state after an update's events."""
+    """Return a checkpoint's folder name; "-frozen" marks one that was written after the update's freezing events."""
     return f"step-{update}-frozen" if after_freezing else f"step-{update}"
 
 
@@ -56,11 +56,11 @@ def save_checkpoint(
     *,
     state: dict[str, Any],
     parent: str | None = None,
-    record: Callable[[Path], Any] | None = None,
+    add_files: Callable[[Path], Any] | None = None,
 ) -> str:
-    """Write one checkpoint and return its hash; `state` must hold `update` and `model` (its shape).
+    """Write one checkpoint and return its hash; `state` must hold `update` and `model`, the config of the model.
 
-    Every rank calls this, and rank 0 writes. `record` is called with the folder, to write further files into it.
+    Every rank calls this, and rank 0 writes. `add_files` is called with the folder, to write further files into it.
 
     Raises:
         CheckpointError: The folder exists.
@@ -79,8 +79,8 @@ def save_checkpoint(
             # Not by write_json: a schedule's state may hold infinities and NaN, which Python alone writes and reads.
             for name, values in {"saf": heads, "state": {**state, "optimizer_groups": groups}}.items():
                 (folder / f"{name}.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
-            if record is not None:
-                record(folder)
+            if add_files is not None:
+                add_files(folder)
             return write_manifest(folder, update=int(state["update"]), parent=parent)
 
     return on_rank0(write)
@@ -100,9 +100,9 @@ def optimizer_state(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, 
 
 
 def parameter_state(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return the moments and the step count of a parameter; nothing before its first step.
+    """Return the moments and the step count of a parameter; empty before its first step.
 
-    A parameter without elements takes no steps; its count is that of the others.
+    A parameter without elements has no state in AdamW; it gets the step count of the others and empty moments.
     """
     own = dict(optimizer.state.get(parameter, {}))
     if parameter.numel():
@@ -115,7 +115,7 @@ def parameter_state(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tens
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return CPU copies that share no storage, on rank 0; every rank calls this, as sharded tensors are gathered."""
+    """Return CPU copies that share no storage on rank 0; every rank must call this, which gathers sharded tensors."""
     copies = {}
     for name, tensor in tensors.items():
         whole = whole_tensor(tensor.detach())
@@ -143,9 +143,9 @@ class Checkpoint:
         return int(self.state["update"])
 
     def model(self, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
-        """Build the model with its frozen heads, which run by `backend`, by default the one that they were saved with.
+        """Build the model with its frozen heads; they run by `backend`, by default the one that they were saved with.
 
-        A warning says where that cannot run here.
+        Where the saved one cannot run here, a warning says so.
         """
         model = GPT.skip_init(GPTConfig.from_dict(self.state["model"]), device)
         heads = read_json(self.path / "saf.json", error=CheckpointError)
@@ -157,15 +157,16 @@ class Checkpoint:
     def optimizer(self, model: nn.Module, *, device: torch.device | str | None = None) -> AdamW:
         """Build the optimiser of `model` in its saved state, with moments on a `device`, by default the model's.
 
-        Raises CheckpointError where the state names other parameters or other shapes than the model's.
+        Raises CheckpointError where the saved parameters have other names or shapes than the model's.
         """
         groups, tensors = self.state["optimizer_groups"], self.tensors("optimizer")
-        parameters, names = dict(model.named_parameters()), [name for group in groups for name in group["names"]]
+        parameters = dict(model.named_parameters())
+        names = [name for group in groups for name in group["names"]]
         if unknown := [name for name in names if name not in parameters]:
             raise CheckpointError(f"the optimiser state names parameters the model does not have: {unknown[:5]}")
-        own = [{**group, "params": [parameters[name] for name in group["names"]]} for group in groups]
+        filled = [{**group, "params": [parameters[name] for name in group["names"]]} for group in groups]
         beta1, beta2 = groups[0]["betas"]
-        optimizer = AdamW([group for group in own if group["params"]], lr=0.0, betas=(beta1, beta2), fused=True)
+        optimizer = AdamW([group for group in filled if group["params"]], lr=0.0, betas=(beta1, beta2), fused=True)
         for name in names:
             parameter = parameters[name]
             state = {key: tensors[f"{name}.{key}"] for key in (STEP, *MOMENTS) if f"{name}.{key}" in tensors}
@@ -175,7 +176,7 @@ class Checkpoint:
                     raise CheckpointError(f"optimiser state {name}.{key} must have shape {shapes}")
             if state:
                 optimizer.state[parameter] = {key: value.to(device or parameter.device) for key, value in state.items()}
-        accept_order(optimizer)  # its state has the heads of the model as they are now
+        accept_order(optimizer)  # the state was saved for the heads in the order that the model has now
         return optimizer
 
     def tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
@@ -221,7 +222,7 @@ def _newest_whole_before(path: Path) -> Path | None:
 
 
 def write_manifest(folder: Path, *, update: int, parent: str | None) -> str:
-    """List every file of `folder` with its SHA-256 in manifest.json; return the hash, that of its other entries."""
+    """Write manifest.json, which lists every file with its SHA-256; return its hash, which covers all other entries."""
     files = {path.name: {"sha256": file_hash(path), "bytes": path.stat().st_size} for path in sorted(folder.iterdir())}
     entries = {"schema": SCHEMA, "update": update, "parent": parent, "files": files}
     entries["hash"] = entries_hash(entries)
@@ -255,7 +256,7 @@ def verify(folder: Path, *, without: str | None = None) -> dict[str, Any]:
 
 
 def checkpoint_hash(path: Path) -> str:
-    """Return a checkpoint's recorded hash; its other files are not read."""
+    """Return a checkpoint's recorded hash; no file but the manifest is read."""
     return str(read_manifest(path)["hash"])
 
 
@@ -263,12 +264,12 @@ def checkpoint_hash(path: Path) -> str:
 
 
 def checkpoints(folder: Path | str) -> list[Path]:
-    """Return the checkpoints in `folder`, oldest first; a damaged one is among them, and refused when it is opened."""
+    """Return the checkpoints in `folder`, oldest first, damaged ones too; `open_checkpoint` refuses those."""
     return sorted((path for path in Path(folder).glob("step-*") if _NAME.fullmatch(path.name)), key=_order)
 
 
 def _order(path: Path) -> tuple[int, ...]:
-    """Return the sort key of a run's checkpoints: updates, then whether after an event; empty for another name."""
+    """Return the sort key of a checkpoint: its update, then whether it is after freezing; empty for another name."""
     match = _NAME.fullmatch(path.name)
     return (int(match[1]), bool(match[2])) if match else ()
 
@@ -288,15 +289,15 @@ def find_checkpoint(path: Path | str) -> Path | None:
     return newest
 
 
-def is_same_checkpoint(path: Path | str, checkpoint: Path | str) -> bool:
-    """Return whether a path, however it is written, names a checkpoint: its folder, or that of its run."""
+def refers_to_checkpoint(path: Path | str, checkpoint: Path | str) -> bool:
+    """Return whether `path` is the folder of `checkpoint`, or of the run that wrote it; both may be relative."""
     own = Path(checkpoint).resolve()
     runs = [own.parents[1]] if own.parent.name == "checkpoints" else []
     return Path(path).resolve() in (own, *runs)
 
 
-def prune_checkpoints_(folder: Path, *, keep: int, protect: set[str]) -> None:
-    """Remove the oldest checkpoints, but not the newest `keep` and those named in `protect`; 0 removes none."""
+def remove_old_checkpoints_(folder: Path, *, keep: int, protect: set[str]) -> None:
+    """Remove all checkpoints but the newest `keep` and those named in `protect`; `keep=0` removes none."""
     if keep:
         removable = [path for path in checkpoints(folder) if path.name not in protect]
         for path in removable[:-keep]:
@@ -317,7 +318,7 @@ def capture_random_state() -> dict[str, Any]:
 
 
 def restore_random_state(state: dict[str, Any]) -> None:
-    """Put the global generators back in captured states; CUDA ones for as many devices as both sides have."""
+    """Put the global generators back in captured states; of CUDA, as many as both this machine and the state have."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     np.random.set_state(state["numpy"])

@@ -198,8 +198,10 @@ def open_checkpoint_source(settings: CheckpointFreezing, say: Callable[[str], An
     def write(report: FreezeReport) -> str:
         state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
         state["elapsed"] = with_freeze(state["elapsed"], sum(report.seconds.values()))
-        record = lambda folder: report.save(folder, update=checkpoint.update)  # noqa: E731
-        return save_checkpoint(settings.out, model, optimizer, state=state, parent=checkpoint.hash, record=record)
+        add_report = lambda folder: report.save(folder, update=checkpoint.update)  # noqa: E731
+        return save_checkpoint(
+            settings.out, model, optimizer, state=state, parent=checkpoint.hash, add_files=add_report
+        )
 
     return FreezingSource(
         model=model,

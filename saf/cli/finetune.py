@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from saf.checkpoint import is_same_checkpoint
+from saf.checkpoint import refers_to_checkpoint
 from saf.cli.parsing import parse
 from saf.cli.pretrain import FIRST_OF_FREEZING, EarlyFlags, TrainFlags, changes_of, show_result
 from saf.errors import InputError
@@ -116,7 +116,9 @@ def _base(early: EarlyFlags, out: Path) -> dict[str, Any]:
     if early.resume:  # the run may still be choosing its epochs
         recorded = recorded_config(out) if early.resumed else pending_choice(out)
         if recorded is not None:
-            if early.parent is not None and not (recorded.parent and is_same_checkpoint(early.parent, recorded.parent)):
+            if early.parent is not None and not (
+                recorded.parent and refers_to_checkpoint(early.parent, recorded.parent)
+            ):
                 raise InputError(f"the run in {out} began at {recorded.parent}; got parent {early.parent}")
             return {**vars(recorded), **(vars(recorded.finetuning) if recorded.finetuning else {})}
     if early.parent is None:

@@ -1,4 +1,4 @@
-"""`saf pretrain`: train one arm, ordinary, frozen or pruned; its flags and results are those of finetuning too."""
+"""`saf pretrain`: train one arm, ordinary, frozen or pruned. `saf finetune` shares its flags and its result table."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 
 import tyro
 
-from saf.checkpoint import Checkpoint, find_checkpoint, is_same_checkpoint
+from saf.checkpoint import Checkpoint, find_checkpoint, refers_to_checkpoint
 from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.compare import arms_table, unlearnt_reason
@@ -24,17 +24,18 @@ from saf.train import EXIT_STOPPED, TrainConfig, continue_from, open_checkpoint,
 from saf.train.config import recorded_config
 
 NOTHING_FROZEN = FreezeConfig(rate=0.0)
-"""The default of the command line: no flag sets a number of heads."""
+"""The default of `--freeze.*`, by which no head freezes; None would have no flags."""
 FIRST_FLAGS = (
     *("data", "out", "parent", "resume", "model", "length", "batch_size", "accumulation", "updates", "peak_lr"),
     *("seed", "device", "freeze", "schedule", "json"),
 )
 FIRST_OF_FREEZING = {FreezeConfig: ("rate", "score", "operation")}
+"""The settings that `--help` shows; `--help-all` shows every one."""
 
 
 @dataclass(kw_only=True)
 class TrainFlags(TrainConfig):
-    """The settings of a run as flags: groups in place of None, and nothing checked before all words are read."""
+    """The settings of a run as flags; `freeze` and `schedule` are never None, so that both have flags of their own."""
 
     freeze: FreezeConfig = field(default_factory=lambda: NOTHING_FROZEN)
     """These settings say how heads are frozen; without a rate, a count or heads nothing is frozen."""
@@ -48,7 +49,7 @@ class TrainFlags(TrainConfig):
 
     def __post_init__(self):
         """Check nothing, unlike `TrainConfig`: tyro makes instances before all words are read."""
-        self.config: TrainConfig = self  # until `parse_words` sets the checked settings
+        self.config: TrainConfig = self  # replaced by `parse_words` with the checked settings
 
     @classmethod
     def of(cls, config: TrainConfig) -> Self:
@@ -84,23 +85,24 @@ def parse_words(words: Sequence[str]) -> Command:
         InputError: There is no run to resume, or a setting that cannot be used.
     """
     early = EarlyFlags.of(words)
-    before = None
+    base = None
     if early.resumed and early.out is not None:
-        before = recorded_config(early.out)
+        base = recorded_config(early.out)
     elif early.parent and early.out:
-        before = continue_from(early.checkpoint(), out=early.out)
+        base = continue_from(early.checkpoint(), out=early.out)
     elif early.resume and not early.data:
         raise InputError(f"{early.out} holds no run to resume; check --out, or start a new run with --data")
-    default, first = before and Command.of(before), {Command: FIRST_FLAGS, **FIRST_OF_FREEZING}
+    default = None if base is None else Command.of(base)
+    first = {Command: FIRST_FLAGS, **FIRST_OF_FREEZING}
     flags = parse(Command, words, prog="saf pretrain", default=default, first=first)
     changes = changes_of(flags, default or TrainFlags(data="", out=""))
-    if before is None:
+    if base is None:
         flags.config = TrainConfig(**{**changes, "data": flags.data, "out": flags.out})
         return flags
-    if not early.resumed or (before.parent and early.parent and is_same_checkpoint(early.parent, before.parent)):
-        changes.pop("parent", None)  # the same one, written another way
+    if not early.resumed or (base.parent and early.parent and refers_to_checkpoint(early.parent, base.parent)):
+        changes.pop("parent", None)  # no change: the parent of `base`, as another path
     if early.resumed:
-        flags.config = replace(before, **changes)
+        flags.config = replace(base, **changes)
     else:
         flags.config = continue_from(early.checkpoint(), **{"out": flags.out, **changes})
     return flags
@@ -111,7 +113,7 @@ def parse_words(words: Sequence[str]) -> Command:
 
 @dataclass(kw_only=True)
 class EarlyFlags:
-    """Flags that are read before all others, because they decide where the defaults of these come from."""
+    """Flags that are read before all others, because the parent or run that they name has the defaults."""
 
     out: Path | None = None
     data: Path | None = None
@@ -127,6 +129,7 @@ class EarlyFlags:
 
     @property
     def resumed(self) -> bool:
+        """Whether --resume finds a run in --out; without one, the same command starts it."""
         return self.resume and self.out is not None and (self.out / "config.json").exists()
 
     def checkpoint(self) -> Checkpoint:
@@ -135,21 +138,21 @@ class EarlyFlags:
 
 
 def changes_of(flags: TrainFlags, default: TrainFlags) -> dict[str, Any]:
-    """Return the settings in which flags differ from their defaults; InputError for one without effect."""
+    """Return the settings in which flags differ from their defaults; raise InputError for one without effect."""
     names = [each.name for each in fields(TrainConfig)]
     changes = {name: getattr(flags, name) for name in names if getattr(flags, name) != getattr(default, name)}
     if "schedule" in changes and flags.freeze == NOTHING_FROZEN:
         raise InputError("--schedule has no effect without a number of heads: add --freeze.rate, or leave it out")
-    of_text = [name for name in ("sampler", "calibration_source", "token_losses") if name in changes]
-    if flags.task != TextTask.name and of_text:
-        raise InputError(f"{' and '.join(of_text)} has an effect on text alone; leave it out")
+    text_only = [name for name in ("sampler", "calibration_source", "token_losses") if name in changes]
+    if flags.task != TextTask.name and text_only:
+        raise InputError(f"{' and '.join(text_only)} has an effect on text alone; leave it out")
     if "freeze" in changes:
-        changes["freeze"] = _frozen(flags.freeze)
+        changes["freeze"] = _without_default(flags.freeze)
     return changes
 
 
-def _frozen(freeze: FreezeConfig) -> FreezeConfig | None:
-    """Return the settings of freezing; None where no flag sets a number of heads."""
+def _without_default(freeze: FreezeConfig) -> FreezeConfig | None:
+    """Return the settings of freezing, or None for `NOTHING_FROZEN`; raise InputError unless one sets the heads."""
     budgets = [name for name in BUDGETS if getattr(freeze, name) not in (None, 0.0)]
     if len(budgets) > 1:
         raise InputError(f"give one of rate, count, heads and match_heads, got {' and '.join(budgets)}")
@@ -163,7 +166,7 @@ def _frozen(freeze: FreezeConfig) -> FreezeConfig | None:
 
 
 def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[str, Any]:
-    """Train in the group of processes that torchrun started, show the result and return it.
+    """Train in the process group of torchrun, if there is one, show the result and return it.
 
     Exits with code 75 when a signal stopped the run.
     """
@@ -182,7 +185,7 @@ def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[
 
 
 def result_table(run: RecordedRun) -> Table:
-    """Return the run's line of a table of arms as facts, with what concerns a single run alone."""
+    """Return the columns of `arms_table` for one run, a row each, and further facts about it."""
     result = run.finished_result()
     arms = arms_table([run], [run.arm], [])
     facts: dict[str, Any] = dict(zip(arms.columns[1:], arms.rows[0][1:], strict=True))

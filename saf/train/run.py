@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from saf.checkpoint import capture_random_state, checkpoint_hash, prune_checkpoints_, save_checkpoint, step_name
+from saf.checkpoint import capture_random_state, checkpoint_hash, remove_old_checkpoints_, save_checkpoint, step_name
 from saf.distributed import on_rank0
 from saf.errors import SafWarning
 from saf.heads import EDITED, HeadSet
@@ -217,7 +217,7 @@ class Run:
     def _log_checkpoint(self, path: Path, saved: str) -> None:
         """Remove old checkpoints; clock.jsonl lists the new one, its hash and the elapsed seconds, for good."""
         protect = {step_name(update) for update in self.config.branch_updates}
-        prune_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
+        remove_old_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
         line = {"checkpoint": path.name, "hash": saved, "elapsed": self.elapsed.state_dict()}
         append_line(self.folder / "clock.jsonl", line)
 

@@ -15,7 +15,7 @@ from saf.checkpoint import (
     load_model,
     open_checkpoint,
     optimizer_state,
-    prune_checkpoints_,
+    remove_old_checkpoints_,
     save_checkpoint,
     step_name,
 )
@@ -166,5 +166,5 @@ def test_order_and_pruning(tmp_path):
     for name in (*map(step_name, (2, 10, 100, 9)), step_name(10, after_freezing=True), ".writing-step-1000"):
         (tmp_path / name).mkdir()
     for keep, remaining in ((0, [2, 9, 10, "10-frozen", 100]), (1, [9, 100])):
-        prune_checkpoints_(tmp_path, keep=keep, protect={"step-9"})
+        remove_old_checkpoints_(tmp_path, keep=keep, protect={"step-9"})
         assert names() == [f"step-{each}" for each in remaining]
