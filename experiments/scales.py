@@ -24,7 +24,7 @@ class Scale:
     name: str
     settings: Settings
     contexts: Mapping[int, Settings]
-    """Further settings, by the context that the paper has in their place (tokens)."""
+    """Further settings by the paper's tokens of context; the `length` among them may be smaller."""
     seeds: tuple[int, ...]
     vocabulary: int
     """Size of the tokenizer's vocabulary."""
@@ -33,11 +33,11 @@ class Scale:
     freeze: Settings = field(default_factory=dict)
     """Settings of freezing for every arm whose patterns are fitted; the arm's own settings win."""
     like: str = ""
-    """The scale whose overrides of arms and measurements it takes; "" has its own."""
+    """The scale whose overrides in arms and measurements apply to this one too; "" where it has its own."""
 
     @property
     def base(self) -> str:
-        """The scale that arms and measurements name in their overrides: paper, small or smoke."""
+        """The scale by which arms and measurements have its overrides: paper, small or smoke."""
         return self.like or self.name.partition("-")[0]
 
     def settings_at(self, context: int) -> Settings:

@@ -192,14 +192,15 @@ def result_table(run: RecordedRun) -> Table:
     if (accuracy := result.get("accuracy")) is not None:
         questions = f"{result['questions']:,} {result['judged_by']} questions"
         facts["accuracy"] = f"{100 * accuracy:.2f} ± {100 * result['standard_error']:.2f}% of {questions}"
-    facts["not to be compared"] = unlearnt_reason(result)
+    facts["not to be compared"] = unlearnt_reason(result)  # None, and so left out, for a run that learnt
     if event := result["intervention"]:
-        more = f", the first of {event['events']} events" if event["events"] > 1 else ""
-        facts["heads changed"] = f"after update {event['update']:,}{more}"
+        several = event["events"] > 1
+        events = f", the first of {event['events']} events" if several else ""
+        facts["heads changed"] = f"after update {event['update']:,}{events}"
         if event.get("loss_before") is not None:
-            before, after = ("before the first", "after the last") if more else ("before", "after")
+            before, after = ("before the first", "after the last") if several else ("before", "after")
             facts["controller loss"] = f"{event['loss_before']:.4f} {before}, {event['loss_after']:.4f} {after}"
-            if more and event["loss_rise"] is not None:
+            if several and event["loss_rise"] is not None:
                 facts["controller loss"] += f"; {signed(event['loss_rise'], 4, '')} by the events themselves"
     facts["checkpoint"] = result["checkpoint"]
     return Table.facts(f"{run.arm} arm, {result['updates']:,} updates, {result['tokens']:,} tokens", facts)
