@@ -309,6 +309,7 @@ def _check_call(
         if not heads or not count or count % heads:
             raise InputError(f"query heads must be a multiple of value's {heads}, at least one; got {count}")
         live_kv, frozen_kv = tuple(slot // (count // heads) for slot in range(count)), ()
+    key = key if live_kv else value[:, :0]  # no live head reads a key: any will do
     _check_shapes(query, key, value, live_kv)
     check_kernel(kernel)
     position = _position(value, query.shape[-2], left_pad, cache_position)
@@ -323,7 +324,6 @@ def _check_call(
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...]) -> None:
     """Raise InputError unless query `[B, L, Tq, D]`, key `[B, K, T, D]` and value fit together and the live slots."""
-    key = key if live_kv else value[:, :0]  # no live head reads a key: any will do
     q, k, v = query.shape, key.shape, value.shape  # read once: each costs the host
     if not len(q) == len(k) == len(v) == 4:
         problem = "must be [batch, heads, positions, head_dim]"

@@ -25,7 +25,7 @@ class Backend(ABC):
     """Execute frozen heads in one way. Class attributes declare its capabilities and the methods that these need."""
 
     how: ClassVar[str]
-    """How it runs, a clause for people."""
+    """How it runs, a clause for people; {} is Triton or PyTorch."""
     dtypes: ClassVar[tuple[torch.dtype, ...]] = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
     """Dtypes of values."""
     mixes_live: ClassVar[bool] = False

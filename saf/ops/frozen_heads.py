@@ -17,6 +17,7 @@ from saf.heads import EDITED, KINDS, HeadLayout
 from saf.ops.backend import Backend, Reference, Tables
 from saf.ops.fused.op import Fused
 from saf.ops.linear.op import Linear
+from saf.ops.operator import uses_triton
 from saf.ops.toeplitz.op import Toeplitz
 from saf.patterns import Pattern, is_trainable, pattern_for_each_head
 
@@ -282,7 +283,8 @@ def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float
     lines = [f"rule: {rule}"]
     for name, backend in BACKENDS.items():
         reason = backend.unsupported_reason(device, dtype)
-        how = backend.how if reason is None else f"no: {reason}"
+        framework = "Triton" if uses_triton(device, dtype) else "PyTorch"
+        how = backend.how.format(framework) if reason is None else f"no: {reason}"
         lines.append(f"{name} on {device.type}, {str(dtype).removeprefix('torch.')}: {how}")
     return [*lines, f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}"]
 

@@ -66,6 +66,7 @@ def test_a_closed_pipe_ends_a_command_quietly(words):
 def test_doctor_ends_with_a_verdict(saf, saf_json):
     printed = saf_json("doctor")
     assert (printed["devices"][0]["device"], printed["backends"][0]["lines"][-1]) == ("cpu", "auto: toeplitz")
+    assert "in PyTorch" in printed["backends"][0]["lines"][1]
     assert {"cudnn", "flash"} <= set(printed["live_kernels"])
     assert saf("doctor")[1].splitlines()[-3:] == list(printed["verdict"].values())
     if printed["devices"][-1]["device"] == "cpu":

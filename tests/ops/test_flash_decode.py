@@ -25,12 +25,12 @@ ORDINARY = {"frozen": None, "value": OWN["value"][:, :2]}
 
 
 @pytest.fixture
-def launches(monkeypatch) -> list[int]:
-    """Pretend that the kernel runs here, and count the passes that take it."""
-    taken: list[int] = []
+def launches(monkeypatch) -> list[torch.Tensor]:
+    """Pretend that the kernel runs here, and collect the keys of the passes that take it."""
+    keys: list[torch.Tensor] = []
     monkeypatch.setattr(op, "uses_triton", lambda device, dtype: True)
-    monkeypatch.setattr("saf.ops.attention.flash_decode", lambda query, *_, **__: taken.append(1) or query)
-    return taken
+    monkeypatch.setattr("saf.ops.attention.flash_decode", lambda query, key, *_, **__: keys.append(key) or query)
+    return keys
 
 
 @pytest.mark.parametrize(
@@ -51,6 +51,15 @@ def test_layers_with_frozen_heads_take_it_by_themselves_where_it_can_run(launche
     assert len(launches) == count
 
 
+def test_a_layer_of_frozen_heads_alone_reads_no_keys(launches):
+    pattern = synthetic_patterns(3, 40, torch.Generator())
+    frozen = FrozenHeads.from_patterns(pattern, dtype=torch.float16, kv_head=(0, 1, 2))
+    maps = op.decode_maps((0, 1, 2), 3, torch.device("cpu"))
+    frozen._add_tables(torch.float16, "toeplitz", frozen.tables(torch.float16) | maps)
+    mixed_attention(OWN["query"][:, :0], OWN["key"], OWN["value"], frozen)
+    assert [key.shape[1] for key in launches] == [0]
+
+
 def test_where_it_is_named_and_cannot_run_it_is_refused(launches):
     patterns = synthetic_patterns(1, 40, torch.Generator())
     reference = FrozenHeads.from_patterns(patterns, backend="reference", dtype=torch.float16, kv_head=(0, 1, 2))
@@ -60,6 +69,7 @@ def test_where_it_is_named_and_cannot_run_it_is_refused(launches):
             (ORDINARY | {"value": tangent}, "no derivatives in forward mode"),
             ({"query": OWN["query"].clone().requires_grad_()}, "gives no gradients"),
             ({"frozen": reference}, "takes fixed patterns"),
+            ({"frozen": FrozenHeads.from_patterns(patterns, dtype=torch.float16)}, "kv_head in from_patterns"),
             (ORDINARY | {"query": torch.randn(1, 40, 1, 16).half()}, "at most 16 query heads of a KV head, got 20"),
             (layer(dtype=torch.float32), "needs a CUDA device and values of 16 bits"),
         ):

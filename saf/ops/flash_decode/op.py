@@ -71,7 +71,7 @@ def unsupported_reason(
     if torch.is_grad_enabled() and any(one.requires_grad for one in operands):
         return "gives no gradients: call the model under torch.no_grad()"
     if tables is not None and "kv_readers" not in tables:
-        return "takes fixed patterns that backend 'toeplitz' holds as tables: install_ them so"
+        return "takes fixed patterns in tables of one backend, 'toeplitz' or 'linear', and kv_head in from_patterns"
     return None
 
 

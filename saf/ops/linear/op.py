@@ -389,7 +389,7 @@ class Linear(Backend):
     `[F, T]`.
     """
 
-    how = "chunks with a state, time linear in length, in Triton on CUDA; for exponential patterns"
+    how = "chunks with a state in {}, time linear in length, for exponential patterns"
     # Sums of poles in float16 would need a range that it does not have.
     dtypes = (torch.float64, torch.float32, torch.bfloat16)
 

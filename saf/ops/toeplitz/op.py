@@ -206,8 +206,8 @@ class Toeplitz(Backend):
     """
 
     how = (
-        f"block-Toeplitz matrix products, {BLOCK} x {BLOCK} tiles shared by the batch, in Triton on CUDA; there few "
-        "tokens without gradients take one launch with live heads"
+        f"block-Toeplitz matrix products in {{}}, {BLOCK} x {BLOCK} tiles shared by the batch; on Hopper few tokens "
+        "without gradients take one launch with live heads"
     )
     trains = True
 
