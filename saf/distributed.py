@@ -26,10 +26,6 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # --- the group
 
 
-def _started_by_torchrun() -> bool:
-    return all(name in os.environ for name in _TORCHRUN)
-
-
 def in_group() -> bool:
     """Return whether this process is in a group, of one process perhaps."""
     return distributed.is_available() and distributed.is_initialized()
@@ -68,7 +64,7 @@ def process_group(device: str) -> Iterator[None]:
     On CUDA a rank takes the GPU of its number on the machine. Only rank 0 shows the project's warnings. When another
     rank ends, the next message to it raises PyTorch's error.
     """
-    if in_group() or not _started_by_torchrun():
+    if in_group() or not all(name in os.environ for name in _TORCHRUN):
         yield
         return
     cuda = torch.cuda.is_available() and device != "cpu"
@@ -115,7 +111,7 @@ def all_ranks_or_raise() -> Iterator[None]:
 
 def _send_(error: Exception) -> None:
     """Send an error to the other ranks, unless it is one that they have, or they do not answer."""
-    if not _is_shared(error):
+    if not is_shared(error):
         with suppress(RuntimeError):  # the others may be elsewhere, or gone
             _exchange(error)
 
@@ -142,19 +138,9 @@ def _exchange(error: Exception | None, own: Any = None) -> list[Any]:
     raise shared
 
 
-def _is_shared(error: BaseException | None) -> bool:
+def is_shared(error: BaseException | None) -> bool:
     """Return whether every rank raises an error, or the one that it replaced."""
-    return error is not None and (getattr(error, "shared_by_ranks", False) or _is_shared(error.__context__))
-
-
-def prints_error(error: Exception) -> bool:
-    """Return whether this process prints the error that ends it: of ranks that share an error, the first one does.
-
-    Before there is a group, the first process of each machine prints, because all refuse a command alike.
-    """
-    if rank_and_size()[1] > 1:
-        return is_rank0() or not _is_shared(error)
-    return not _started_by_torchrun() or os.environ["LOCAL_RANK"] == "0"
+    return error is not None and (getattr(error, "shared_by_ranks", False) or is_shared(error.__context__))
 
 
 # --- values and work that ranks share

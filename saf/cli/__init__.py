@@ -5,9 +5,10 @@ import logging
 import os
 import re
 import sys
+import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from typing import Any
 
@@ -57,6 +58,9 @@ EXTRAS = {
 }
 """The extra of this package (pyproject.toml) that installs each package that commands need."""
 RESUME = ". Checkpoints stay: go on with the same command and --resume"
+LATER_SECONDS = 10
+"""How long later processes of `torchrun` leave an error to the first one: when that has printed it and ended,
+`torchrun` ends them. What the first one does not refuse they print after this time."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 """The exit code of tyro, and of most programs, for bad arguments; and that of shells for SIGINT."""
 
@@ -75,16 +79,15 @@ def main(words: Sequence[str] | None = None) -> int:
             with _plain_warnings(name), _missing_extras():
                 module = importlib.import_module(f"saf.cli.{name}")
                 try:
-                    with _quiet() if _is_later_process() else nullcontext():  # all read the same words
-                        command = module.parse_words(rest)
-                    command.run()
+                    _parse(module, rest).run()
                 except SystemExit as stop:  # after the help, for refused words, or where a signal stopped a run
                     code = int(stop.code or 0)
         sys.stdout.flush()  # a pipe that was closed is noticed here rather than at Python's exit
         return code
     except SafError as error:
-        if _prints(error):
-            print(f"saf {name}: {_settings_as_flags(str(error), module) if module else error}", file=sys.stderr)
+        if not _prints(error):
+            time.sleep(LATER_SECONDS)
+        print(f"saf {name}: {_settings_as_flags(str(error), module) if module else error}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
     except KeyboardInterrupt:
@@ -127,25 +130,32 @@ def _settings_as_flags(text: str, module: Any) -> str:
     return re.sub(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/=-])", flag, text)
 
 
-def _prints(error: SafError) -> bool:
-    """Return whether this process prints an error; of several processes that share it, one does."""
-    if "torch" not in sys.modules:  # it takes seconds to load
-        return not _is_later_process()
-    from saf.distributed import prints_error
+def _parse(module: Any, words: Sequence[str]) -> Any:
+    """Return the command of these words; of several processes that refuse them, the first one says why."""
+    if _is_later_process():
+        try:
+            with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
+                return module.parse_words(words)
+        except SystemExit as stop:
+            if not stop.code:
+                raise
+        time.sleep(LATER_SECONDS)
+    return module.parse_words(words)
 
-    return prints_error(error)
+
+def _prints(error: SafError) -> bool:
+    """Return whether this process prints an error at once; of several processes that share it, the first one does."""
+    if "torch" in sys.modules:  # it takes seconds to load
+        from saf.distributed import is_rank0, is_shared, rank_and_size
+
+        if rank_and_size()[1] > 1:
+            return is_rank0() or not is_shared(error)
+    return not _is_later_process()
 
 
 def _is_later_process() -> bool:
     """Return whether `torchrun` started this process on a machine after its first one."""
     return "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_RANK"] != "0"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Print nothing in the block."""
-    with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
-        yield
 
 
 def _end_in_group(code: int) -> None:
