@@ -261,6 +261,10 @@ def _restore(
     proposer = start_proposer(config, layouts, updates=config.updates, state=own_schedule)
     if config.freeze and proposer and not origin.resumed:
         check_heads(config.freeze, layouts, allow_empty=config.freeze.asks_for_none)
+    first, end = config.freeze_update, origin.start + (config.update_budget or math.inf)
+    if proposer and config.schedule and first is not None and first >= end:
+        name = setting_of_moment(config.schedule)
+        raise InputError(f"{name} must be before update {end}, where update_budget ends, got update {first}")
     gradient = _start_gradient(model, config, proposer, origin)
     trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
     if parallel.kind == Shards.kind and (gradient is not None or trained):

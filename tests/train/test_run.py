@@ -335,6 +335,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_its_update(settings, mon
         ({"freeze": FreezeConfig(heads=((0, 4),))}, "heads must exist"),
         ({"kernel": "cudnn"}, "needs a CUDA device"),
         ({"batch_size": 2**40}, "training needs about"),
+        ({"freeze": FREEZE, "schedule": OneTime(at=4), "update_budget": 4}, "must be before update 4, where"),
         ({"parallel": "ddp"}, "torchrun --nproc-per-node"),
         ({"model_overrides": {"vocab_size": 8}}, "vocab_size must be at least"),
     ],
