@@ -146,7 +146,7 @@ def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     one, other = (
         {"device": run.config.get("device")}
         | {key: run.finished_result().get(key) for key in ("updates", "tokens") if not matched}
-        | {f"evaluation {key}": (run.evaluation or {}).get(key) for key in evaluated}
+        | {f"evaluation {key}": run.evaluation.get(key) for key in evaluated}
         for run in pair
     )
     settings = _setting_differences(*pair, without={f"train.{name}" for name in budgets if matched})
@@ -489,7 +489,7 @@ def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: S
 
 def _arm_cells(run: RecordedRun, comparison: ArmComparison | None) -> Iterator[str | None]:
     """Yield the cells of a run's row; `comparison` is that with the ordinary run."""
-    result, record = run.result or {}, comparison.perplexity if comparison else None
+    result, record = run.result, comparison.perplexity if comparison else None
     edited = run.heads_in_words if run.frozen_heads and run.pruned_heads else len(run.edited_heads)
     yield f"{edited} of {run.num_heads}" + " pruned" * (run.arm == "pruned")
     loss, perplexity, peak = (result.get(key) for key in ("report_loss", "report_perplexity", "peak_memory_bytes"))

@@ -60,7 +60,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 def _run(path: Path) -> dict[str, Any]:
     run = RecordedRun.open(path)
     steps = [_step(folder) for folder in checkpoints(path / "checkpoints")]
-    final, last = run.result or {}, run.metrics[-1] if run.metrics else {}
+    final, last = run.result, run.metrics[-1] if run.metrics else {}
     return {
         "kind": "run",
         "verified": all(entry["problem"] is None for entry in steps),

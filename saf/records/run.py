@@ -174,9 +174,11 @@ def heads_of_record(path: Path | str) -> list[list[int]]:
         heads = edited_heads(read_events(path))
     elif expect(path, Kind.RUN, Kind.CHECKPOINT) is Kind.CHECKPOINT:
         saved = [path]
-    else:  # the events of a run do not name its parent's heads
-        saved = sorted(path.glob("checkpoints/step-*"), key=lambda each: natural_order(each.name))
-        heads = RecordedRun.open(path).edited_heads
+    else:
+        run = RecordedRun.open(path)
+        heads = run.edited_heads
+        if not run.result:  # the events do not name the parent's heads
+            saved = sorted(path.glob("checkpoints/step-*"), key=lambda each: natural_order(each.name))
     if saved:
         layers = enumerate(read_json(saved[-1] / "saf.json")["layers"])
         kinds = ("frozen", "pruned")

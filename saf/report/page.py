@@ -99,7 +99,7 @@ def headline(runs: Sequence[RecordedRun], comparisons: Sequence[ArmComparison]) 
 
 def _own_headline(run: RecordedRun) -> str:
     """Return what a run that is compared with none reached, or what freezing cost a model at once."""
-    result, event = run.result or {}, run.newest_freeze.values if run.newest_freeze else {}
+    result, event = run.result, run.newest_freeze.values if run.newest_freeze else {}
     heads = f"{run.heads_in_words} of {run.num_heads} attention heads" if run.edited_heads else ""
     reached = ""
     if result.get("accuracy") is not None:
@@ -192,14 +192,14 @@ def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequ
     answers = [
         [name, f"{100 * result['accuracy']:.2f}% ± {100 * result['standard_error']:.2f}"]
         + [result[column] for column in ("questions", "judged_by", "shortened")]
-        for result, name in ((run.result or {}, name) for run, name in named)
+        for result, name in ((run.result, name) for run, name in named)
         if result.get("accuracy") is not None
     ]
     if answers:
         columns = ("run", "accuracy ± standard error", "questions", "judged by", "text shortened")
         yield Table.of("Accuracy", columns, answers)
     for run, name in named:
-        if "recall" in (run.result or {}):
+        if "recall" in run.result:
             yield from (replace(each, title=f"{name}: {each.title}") for each in recall_tables(run.finished_result()))
     for each in comparisons:
         if each.record and each.perplexity is None:
@@ -217,11 +217,11 @@ def _provenance(runs: Sequence[RecordedRun], names: Sequence[str]) -> Table:
     columns = []
     for run in runs:
         flat: dict[str, Any] = {}
-        for key, value in dict((run.result or {}).get("provenance") or {}).items():
+        for key, value in dict(run.result.get("provenance") or {}).items():
             if key not in ("heads", "pruned"):
                 group = value if isinstance(value, Mapping) else {"": value}
                 flat |= {f"{key} {name}".strip().replace("_", " "): each for name, each in group.items()}
-        flat["evaluation windows"] = (run.evaluation or {}).get("windows_hash")
+        flat["evaluation windows"] = run.evaluation.get("windows_hash")
         columns.append({key: None if value is None else str(value) for key, value in flat.items()})
     keys = list(dict.fromkeys(key for column in columns for key in column))
     return Table.of("", ["", *names], [[key, *(column.get(key) for column in columns)] for key in keys])

@@ -1,18 +1,21 @@
 """What a path means is read off its files; the folder of a run and its events."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from saf.errors import CheckpointError, InputError
+from saf.records.files import write_json
 from saf.records.run import (
     Kind,
     RecordedRun,
     append_event,
     edited_heads,
     expect,
+    heads_of_record,
     inherit_events,
     join_freezes,
     keep_events_,
@@ -65,10 +68,13 @@ def test_a_wrong_path_is_named_with_what_is_there(tmp_path):
         expect(data, Kind.RUN, error=CheckpointError)
 
 
-def test_a_committed_run_is_read():
+def test_a_committed_run_is_read(tmp_path):
     run = RecordedRun.open(RESULTS / "124m-4k" / "frozen25")
     assert (run.arm, run.last_change, len(run.frozen_heads), run.num_heads) == ("frozen", 320, 36, 144)
-    assert (run.finished_result()["kind"], (run.evaluation or {})["kind"]) == ("run", "evaluation")
+    assert (run.finished_result()["kind"], run.evaluation["kind"]) == ("run", "evaluation")
+    shutil.copytree(run.folder, tmp_path / "run")
+    write_json(tmp_path / "run" / "checkpoints" / "step-320" / "saf.json", {"layers": []})
+    assert heads_of_record(tmp_path / "run") == run.frozen_heads, "whichever checkpoints are left"
 
 
 # --- events
