@@ -132,7 +132,7 @@ def _cut(rows: Tensor, ends: list[int]) -> list[Tensor]:
 
 
 def _ends(mask: Any, tokens: Tensor) -> list[int]:
-    """Return the tokens of each row that are no padding; raise InputError unless all padding is on the right."""
+    """Return how many tokens of each row are no padding; raise InputError unless all padding is on the right."""
     if mask is None:
         return [tokens.shape[1]] * len(tokens)
     mask = torch.as_tensor(mask).cpu().bool()
@@ -140,7 +140,7 @@ def _ends(mask: Any, tokens: Tensor) -> list[int]:
         raise InputError(f"attention_mask must have the shape of input_ids, {list(tokens.shape)}; got {shown(mask)}")
     ends = mask.sum(1)
     if not torch.equal(mask, torch.arange(mask.shape[1]) < ends[:, None]):
-        raise InputError("padding of calibration sequences must stand behind their tokens; pad on the right")
+        raise InputError("padding of calibration sequences must follow their tokens; pad on the right")
     return ends.tolist()
 
 
