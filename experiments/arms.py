@@ -7,6 +7,7 @@ An arm has one name. It is run once at a scale, however many recipes show it. Se
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any, Literal
 
@@ -238,11 +239,10 @@ WARMUPS = {"5": 0.05, "10": 0.1}
 
 def _peak_rates() -> Iterator[Arm]:
     """Yield ordinary runs by peak rate and warm-up, and each with a quarter of its heads frozen at the end."""
-    for peak, peak_lr in PEAK_RATES.items():
-        for warmup, share in WARMUPS.items():
-            name = f"4k-peak-{peak}-warmup-{warmup}"
-            yield Arm(name=name, settings={"peak_lr": peak_lr, "warmup": share}, scaled={"smoke": {"warmup": 2}})
-            yield Arm(name=f"{name}-mean-25", parent=name, at=1.0, settings=freeze(0.25))
+    for k, peak, warmup in product(("4k", "16k"), PEAK_RATES, WARMUPS):
+        name, settings = f"{k}-peak-{peak}-warmup-{warmup}", {"peak_lr": PEAK_RATES[peak], "warmup": WARMUPS[warmup]}
+        yield Arm(name=name, context=CONTEXTS[k], settings=settings, scaled={"smoke": {"warmup": 2}})
+        yield Arm(name=f"{name}-mean-25", parent=name, at=1.0, settings=freeze(0.25))
 
 
 def _moments() -> Iterator[Arm]:

@@ -8,6 +8,7 @@ that in labels, "4K", `r` the rate in percent, `p` a peak rate and `w` a warm-up
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 from experiments.arms import PEAK_RATES, WARMUPS, control_trunk
@@ -409,14 +410,18 @@ RECIPES["answer"] = Recipe(
 
 
 _PEAK = """
-    arm                           | label                                        | reference
-    4k-peak-{p}-warmup-{w}        | peak {p}, warm-up {w}%                       |
-    4k-peak-{p}-warmup-{w}-mean-25 | peak {p}, warm-up {w}%: 25% frozen at the end | 4k-peak-{p}-warmup-{w}
+    arm                             | label                                             | reference
+    {k}-peak-{p}-warmup-{w}         | {K} peak {p}, warm-up {w}%                        |
+    {k}-peak-{p}-warmup-{w}-mean-25 | {K} peak {p}, warm-up {w}%: 25% frozen at the end | {k}-peak-{p}-warmup-{w}
 """
 
 RECIPES["peak_rate"] = Recipe(
     title="Peak learning rate and warm-up",
-    rows=tuple(row for peak in PEAK_RATES for warmup in WARMUPS for row in rows(_PEAK.format(p=peak, w=warmup))),
+    rows=tuple(
+        row
+        for k, peak, warmup in product(("4k", "16k"), PEAK_RATES, WARMUPS)
+        for row in rows(_PEAK.format(k=k, K=k.upper(), p=peak, w=warmup))
+    ),
     metrics=("perplexity", "delta", "rise", "heads", "median_kl", "fit_kl", "skipped"),
     seeds=1,
     smoke=("4k-peak-1e-3-warmup-10-mean-25",),
