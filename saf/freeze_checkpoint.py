@@ -31,8 +31,8 @@ HELDOUT_SEQUENCES = 32
 """Held-out sequences of scores and joint cost by default."""
 CPU_TOKENS = 8192
 """Most held-out tokens of joint cost by default on a CPU, where every candidate's pass over half of them takes long."""
-Countdown = Callable[[str, str], Progress]
-"""Returns a counter for a part of the work, from its verb and its items: ("calibrating", "layers")."""
+NewProgress = Callable[[str, str], Progress]
+"""Returns the progress of a part of the work, from its verb and its items: ("calibrating", "layers")."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,7 +93,7 @@ class CheckpointFreezing:
         """Return how many held-out sequences of `length` tokens to read, of so many available: one at least."""
         if self.heldout_sequences is not None or "outputs" in self.config.needs:
             return self.heldout_sequences or HELDOUT_SEQUENCES
-        if self.config.jointly:
+        if self.config.uses_joint_cost:
             few = pick_device(self.device).type == "cpu"
             return min(HELDOUT_SEQUENCES, max(2, CPU_TOKENS // length)) if few else HELDOUT_SEQUENCES
         return max(1, min(GUARD_SEQUENCES, available))
@@ -123,11 +123,11 @@ Opener = Callable[[CheckpointFreezing, Callable[[str], Any]], FreezingSource]
 
 
 def freeze_saved(
-    settings: CheckpointFreezing, open_source: Opener, *, say: Callable[[str], Any], countdown: Countdown
+    settings: CheckpointFreezing, open_source: Opener, *, say: Callable[[str], Any], new_progress: NewProgress
 ) -> tuple[FreezeReport, str, str]:
     """Freeze heads of a model on disk and write a new one; return the report, the new hash, and the old one.
 
-    `say` is called with lines for people, `countdown` for each part that takes long.
+    `say` is called with lines for people, `new_progress` for each part that takes long.
 
     Raises:
         CheckpointError: The model's files are damaged, or `out` exists.
@@ -146,12 +146,12 @@ def freeze_saved(
             settings.config,
             heldout=heldout,
             accept_loss=settings.accept_loss or settings.heal is not None,
-            progress=countdown("calibrating", "layers"),
-            joint_progress=countdown("measuring", "heads"),
+            progress=new_progress("calibrating", "layers"),
+            joint_progress=new_progress("measuring", "heads"),
             **source.options,
         )
     if source.heal is not None:
-        report = replace(report, healing=source.heal(heldout, countdown("healing", "updates")))
+        report = replace(report, healing=source.heal(heldout, new_progress("healing", "updates")))
     if settings.finalize:
         finalize_(source.model)
     return report, source.write(report), source.hash
@@ -222,7 +222,7 @@ def _windows(settings: CheckpointFreezing, source: ModelFolder) -> tuple[Tensor,
     trained = source.training_data() if data.fingerprint != source.state.get("data_fingerprint") else None
     if trained is not None:
         check_separate(data, data.calibration_source, trained)
-        if "outputs" in settings.config.needs or settings.config.jointly:
+        if "outputs" in settings.config.needs or settings.config.uses_joint_cost:
             check_separate(data, "controller", trained)
     seed = source.settings.get("seed", 0) if settings.calibration_seed is None else settings.calibration_seed
     return read_windows(settings, data, length, seed=seed)

@@ -15,22 +15,22 @@ from saf.heads import Head, HeadLayout, HeadSet, head_pairs
 from saf.ops.frozen_heads import BACKENDS
 from saf.records.run import STATE_AFTER
 from saf.scores import SCORES, Score, required_inputs, score_name
-from saf.selection import Chooser, budget, existing, select
+from saf.selection import Chooser, existing, heads_at_rate, select
 from saf.targets import FITTED, TARGETS, Storage, check_options
 
-BUDGETS = ("rate", "count", "heads", "match_heads")
-"""Settings that set the number of heads; one of them counts."""
+COUNT_SETTINGS = ("rate", "count", "heads", "match_heads")
+"""Settings that set the number of heads; on the command line only one may be given."""
 _HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
-_OF_FITS = ("fitter", "fitter_options", "max_fit_kl")
-_OF_PATTERNS = ("pattern", "pattern_options", "storage", "backend", "trainable", *_OF_FITS)
-_NAMING = ("heads", "match", "match_heads", "whole_groups", "strict")
-_IDLE = {
+_FIT_SETTINGS = ("fitter", "fitter_options", "max_fit_kl")
+_PATTERN_SETTINGS = ("pattern", "pattern_options", "storage", "backend", "trainable", *_FIT_SETTINGS)
+_NOT_WITH_JOINT_COST = ("heads", "match", "match_heads", "whole_groups", "strict")
+_NOT_WITH = {
     "heads": ("count", "exclude", "only", "below", "max_per_layer", "match", "match_heads", "whole_groups"),
     "match_heads": ("count", "max_per_layer", "match"),
     "match": ("max_per_layer",),
 }
-"""Settings without effect where another one is set."""
-_COMPARING = ("variance", "forward_kl", "rank_sum", "gradient_veto", "residual_cosine", "relative_output_change")
+"""By setting: the other settings that have no effect where it is set."""
+_COMPARING_SCORES = ("variance", "forward_kl", "rank_sum", "gradient_veto", "residual_cosine", "relative_output_change")
 """Scores of how attention differs between sequences: nothing but rounding where all sequences are alike."""
 CANDIDATES = 3
 """Heads of lowest score that are tried for each one that joint cost may take."""
@@ -113,7 +113,7 @@ class FreezeConfig:
     """Pass these further arguments to the pattern, by name; on the command line such as: scale 4."""
 
     def __post_init__(self):
-        """Raise InputError for unknown names, values out of range, and settings that contradict or idle others."""
+        """Raise InputError for unknown names, values out of range, and settings without effect beside others."""
         check_name("operation", self.operation, get_args(Operation))
         check_name("storage", self.storage, ("auto", *get_args(Storage)))
         check_name("pattern", self.pattern, TARGETS)
@@ -121,7 +121,8 @@ class FreezeConfig:
         for name in ("score", "match"):
             if isinstance(value := getattr(self, name), str):
                 check_name(name, value, SCORES)
-        budget(self.rate, 1)
+        heads_at_rate(self.rate, 1)  # raises for a rate that is no share
+        # The calibration's length is not known yet: storage "auto" counts as what it is for the shortest.
         split_options(self.fitter, self.fitter_options, self.storage_at(0))
         for name in _HEAD_LISTS:
             if (heads := getattr(self, name)) is not None:
@@ -136,22 +137,22 @@ class FreezeConfig:
                 raise InputError(f"{name} must be at least {least}, got {number}")
         self._check_effects()
 
-    def _idle(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield the settings that others leave without effect, after the reason."""
+    def _without_effect(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+        """Yield `(reason, names)` of settings that have no effect beside these."""
         if self.operation == "prune":
-            yield "pruned heads have no patterns", _OF_PATTERNS
-        if self.jointly:
-            yield "heads are chosen by their joint cost", _NAMING
+            yield "pruned heads have no patterns", _PATTERN_SETTINGS
+        if self.uses_joint_cost:
+            yield "heads are chosen by their joint cost", _NOT_WITH_JOINT_COST
         if unfitted := unfitted_reason(self.storage_at(0), self.pattern):
-            yield f"{unfitted}, and nothing is fitted", _OF_FITS
-        for by, names in _IDLE.items():
+            yield f"{unfitted}, and nothing is fitted", _FIT_SETTINGS
+        for by, names in _NOT_WITH.items():
             if getattr(self, by) is not None:
                 yield f"{by} sets which heads are chosen", names
 
     def _check_effects(self) -> None:
         """Raise InputError for settings without effect, or that contradict each other."""
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
-        for reason, names in self._idle():
+        for reason, names in self._without_effect():
             if changed := [name for name in names if getattr(self, name) != defaults[name]]:
                 raise InputError(f"{reason}: leave {' and '.join(changed)} out")
         if self.match is not None and self.match == self.score:
@@ -162,9 +163,9 @@ class FreezeConfig:
             raise InputError("trainable patterns have key and distance logits: use storage='compact'")
 
     def check_calibration(self, *, sequences: int) -> None:
-        """Raise InputError where so many different sequences are too few."""
-        names = [name for name in (self.score, self.match) if name in _COMPARING] if self.heads is None else []
-        if names and sequences < 2:
+        """Raise InputError where `sequences` different calibration sequences are too few for the scores."""
+        names = [name for name in (self.score, self.match) if name in _COMPARING_SCORES]
+        if names and self.heads is None and sequences < 2:
             raise InputError(
                 f"score {names[0]!r} compares sequences: calibration must have two different ones, got {sequences}; "
                 "the paper's runs had 16 to 32"
@@ -190,7 +191,7 @@ class FreezeConfig:
         named = self.heads if self.heads is not None else self.match_heads
         if named is not None:
             return len(named)
-        return budget(self.rate, num_heads) if self.count is None else self.count
+        return heads_at_rate(self.rate, num_heads) if self.count is None else self.count
 
     @property
     def asks_for_none(self) -> bool:
@@ -198,7 +199,7 @@ class FreezeConfig:
         return not self.requested(1_000_000)
 
     @property
-    def jointly(self) -> bool:
+    def uses_joint_cost(self) -> bool:
         """Whether heads are chosen by what they cost together."""
         return self.joint_cost or self.budget is not None
 
@@ -219,12 +220,12 @@ class FreezeConfig:
 
     @property
     def needs(self) -> frozenset[str]:
-        """What the scores read beyond the statistics: `gradient`, `outputs`, `gates`, or names to collect."""
+        """Inputs of the scores beyond the statistics: `gradient`, `outputs`, `gates`, or names in `COLLECTIONS`."""
         return frozenset(key for name in self.score_names for key in required_inputs(name))
 
     @property
     def collect(self) -> tuple[str, ...]:
-        """What the calibration collects for the scores beyond the statistics."""
+        """Names in `COLLECTIONS` of what calibration measures for the scores beyond the statistics."""
         rows = {"mean_rows"} if "outputs" in self.needs else set[str]()
         return tuple(sorted(rows | (self.needs & COLLECTIONS.keys())))
 
@@ -244,16 +245,17 @@ def head_order(
     """Return the order in which heads are tried, by ascending score `[L, H]`, within the settings' number and limits.
 
     Frozen and pruned heads score NaN; heads that score `below` or more are left out. With `whole_groups` heads come by
-    the KV groups of a layer like `layout`.
+    KV groups, whose size is that of `layout`, any layer of the model.
     """
     ranked = scores[config.score]
     if config.heads is not None:
         return Chooser(ranked, count=len(config.heads), only=config.heads)
-    high = [] if below is None else map(tuple, (ranked >= below).nonzero().tolist())
+    too_high = [] if below is None else map(tuple, (ranked >= below).nonzero().tolist())
     group_size = layout.num_heads // layout.num_kv_heads if config.whole_groups else 1
     limits: dict[str, Any] = {"only": config.only, "group_size": group_size}
+    # What sets the number of heads: rate or count, the candidates of joint cost, or the heads to match by layer.
     total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
-    if config.jointly:
+    if config.uses_joint_cost:
         total = {"count": min(CANDIDATES * config.requested(ranked.numel()), int((~ranked.isnan()).sum()))}
     if config.match_heads is not None:
         total = {"match": config.match_heads}
@@ -261,7 +263,7 @@ def head_order(
         total = {"match": select(scores[config.match], **total, **limits, exclude=config.exclude)}
     else:
         total["max_per_layer"] = config.max_per_layer
-    return Chooser(ranked, **total, **limits, exclude={*config.exclude, *high})
+    return Chooser(ranked, **total, **limits, exclude={*config.exclude, *too_high})
 
 
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_empty: bool = False) -> None:
@@ -273,8 +275,8 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_em
     if frozen := sorted(head for head in existing(live, config.heads or ()) if not live[head]):
         raise InputError(f"{frozen} are frozen or pruned already; name live heads")
     num_live, total = int(live.sum()), live.numel()
-    equal = dict.fromkeys(config.score_names, torch.zeros(live.shape).masked_fill(~live, math.nan))
-    order = head_order(equal, config, layouts[0])
+    equal_scores = dict.fromkeys(config.score_names, torch.zeros(live.shape).masked_fill(~live, math.nan))
+    order = head_order(equal_scores, config, layouts[0])
     available = sum(map(len, order.propose()))
     if config.count is not None and config.count > num_live:
         raise InputError(f"count must be at most the {num_live} live heads of {total}, got {config.count}")

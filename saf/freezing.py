@@ -143,7 +143,7 @@ def freeze_(
 
         # Past the paper: of three times as many, accept the heads that cost least together.
         trial, joint = partial(_trial, model, fits, config, optimizer), None
-        if config.jointly:
+        if config.uses_joint_cost:
             options = {"budget": config.budget, "allow_empty": allow_empty, "progress": joint_progress}
             with timer("joint cost"):
                 joint = choose_jointly(model, fits, (choosing, reporting), k, trial=trial, **options)
@@ -287,7 +287,7 @@ def _texts(
     Without any, a pretrained model of another library that is not in training reports on calibration sequences.
     """
     if heldout is None:
-        if config.jointly:
+        if config.uses_joint_cost:
             raise InputError("joint cost is measured on held-out text: give heldout= sequences")
         if training or adapter.saves_weights:
             return None, None
@@ -303,7 +303,7 @@ def _texts(
     if config.operation == "freeze" and text.length > sequences.length + 1:
         longest = f"{sequences.length + 1} tokens a sequence, by the calibration"
         raise InputError(f"heldout must have at most {longest}, got {text.length}")
-    return halves(text) if config.jointly else (text, text)
+    return halves(text) if config.uses_joint_cost else (text, text)
 
 
 # --- lines 5 and 20: scores, and the number of heads
@@ -346,7 +346,7 @@ def _check_number(
 ) -> None:
     """Warn where fewer heads than requested are accepted; raise SelectionError where that may not be."""
     accepted = len(order)
-    if order.attained(accepted) or (config.jointly and accepted):  # joint cost takes a share of its candidates
+    if order.attained(accepted) or (config.uses_joint_cost and accepted):  # joint cost takes a share of its candidates
         return
     reason = "no other may be chosen" + ("" if config.below is None else f" and scores below {config.below:g}")
     if rejected:

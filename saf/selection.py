@@ -41,7 +41,7 @@ class Chooser:
         max_per_layer: Most heads in a layer.
         match: Take as many from each layer as this set has, instead of a rate: the random control.
         group_size: Query heads that share a KV head: choose whole groups, so that keys can go too, by the mean of their
-            scores; as many groups as stay within the budget.
+            scores; as many groups as stay within the total.
 
     Raises InputError unless one of rate, count and match is set, and for heads that do not exist.
     """
@@ -70,7 +70,7 @@ class Chooser:
         if match is not None:
             matched = existing(scores, match)
             self._limits, count = [sum(at == layer for at, _ in matched) for layer in range(len(scores))], len(matched)
-        self.total = budget(rate or 0.0, scores.numel()) if count is None else count
+        self.total = heads_at_rate(rate or 0.0, scores.numel()) if count is None else count
         # Whole groups may miss the total by fewer heads than a group has; a matched set must be attained exactly.
         self._group_size = group_size if match is None else 1
         self._waiting = _units(scores, ranking(scores, exclude, only=only), group_size)
@@ -84,7 +84,7 @@ class Chooser:
             if sum(at == layer for at, _ in taken) + len(unit) > self._limits[layer]:
                 skipped.append(unit)
                 continue
-            # Groups stop at the first that is too large, so that sets of growing budgets are nested.
+            # Groups stop at the first that is too large, so that sets of growing totals are nested.
             if len(taken) + len(unit) > self.total:
                 break
             taken += unit
@@ -107,8 +107,8 @@ class Chooser:
         return len(self._accepted)
 
 
-def budget(rate: float, num_heads: int) -> int:
-    """Return the number of heads k, halves to even."""
+def heads_at_rate(rate: float, num_heads: int) -> int:
+    """Return k, the number of heads at a rate, halves to even."""
     if not 0 <= rate <= 1:
         raise InputError(f"rate is a share of all heads, from 0 to 1; got {rate}")
     return round(rate * num_heads)  # Eq. (S.5)

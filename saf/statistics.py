@@ -19,7 +19,7 @@ FLOOR = 1e-9
 class AttentionStatistics:
     """Statistics of the attention patterns of `N` calibration sequences of `T` tokens; NaN for frozen heads.
 
-    `eta_*` and `row_entropy` are of the mean pattern, floored at 1e-9 and normalised by row.
+    `eta_*` and `row_entropy` are of the mean pattern, whose entries are raised to `FLOOR` and its rows normalised.
     """
 
     variance: Tensor  # `[L, H]` attention variance, Eq. (1)
@@ -27,16 +27,16 @@ class AttentionStatistics:
     eta_abs: Tensor  # `[L, H, T]` weight of each key position, summed over queries, Eq. (S.4); it sums to T
     eta_rel: Tensor  # `[L, H, T]` weight at each distance from 0, summed over queries, Eq. (S.4); it sums to T
     row_entropy: Tensor  # `[L, H]` row-averaged entropy of the mean pattern, in nats, Eq. (S.4)
-    length: int
-    num_sequences: int
+    length: int  # T, in tokens
+    num_sequences: int  # N
     sequences_hash: str  # SHA-256 of the calibration tokens
     lengths: tuple[int, ...] = ()
     """Tokens of each sequence, longest first, where they are unequal; `length` is the longest. A row's mean and
-    variance are over the sequences that reach it. Scores average the rows that two or more reach."""
+    variance are over the sequences that are long enough to have it. Scores average the rows that two or more have."""
     collected: Mapping[str, Tensor] = field(default_factory=dict)
-    """Tensors by name, see `saf.calibration.COLLECTIONS`; the first dimension follows `collected_heads`."""
+    """Further tensors by name, see `saf.calibration.COLLECTIONS`, with one entry for each of `collected_heads`."""
     collected_heads: HeadSet = field(default_factory=HeadSet)
-    positions: tuple[int, ...] = ()  # query positions of `mean_rows`, `rows` and `logit_rows`
+    positions: tuple[int, ...] = ()  # query positions of the collected `mean_rows`, `rows` and `logit_rows`
 
     def __repr__(self) -> str:
         layers, heads = self.variance.shape
@@ -69,6 +69,6 @@ class AttentionStatistics:
 
 
 def required_keywords(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return what a score or pattern reads beyond the statistics: its keyword-only arguments without a default."""
+    """Return the inputs of a score or target beyond the statistics: its keyword-only arguments without a default."""
     parameters = inspect.signature(function).parameters.values()
     return tuple(each.name for each in parameters if each.kind is each.KEYWORD_ONLY and each.default is each.empty)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from saf.errors import InputError, SelectionError
 from saf.heads import HeadLayout, HeadSet
-from saf.selection import Chooser, budget, ranking, select
+from saf.selection import Chooser, heads_at_rate, ranking, select
 
 SCORES = torch.tensor([[3.0, 1.0, torch.nan], [1.0, 0.5, 9.0]])
 ROWS = torch.arange(12.0).view(3, 4)
@@ -18,7 +18,7 @@ def drawn(seed: int, *shape: int) -> torch.Tensor:
 
 
 def test_lowest_scores_first_ties_by_layer_and_head_halves_to_even():
-    assert [budget(rate, 10) for rate in (0.05, 0.15, 0.25, 0.35)] == [0, 2, 2, 4]
+    assert [heads_at_rate(rate, 10) for rate in (0.05, 0.15, 0.25, 0.35)] == [0, 2, 2, 4]
     assert ranking(SCORES) == [(1, 1), (0, 1), (1, 0), (0, 0), (1, 2)]
     assert list(select(SCORES, 0.5)) == [(0, 1), (1, 0), (1, 1)]
     assert list(select(SCORES, count=2, exclude=[(1, 1)])) == [(0, 1), (1, 0)]

@@ -29,7 +29,7 @@ from saf.opening import ModelFolder, find_model
 from saf.patterns import Pattern
 from saf.records.result import read_result, result_header
 from saf.records.table import Part
-from saf.selection import budget
+from saf.selection import heads_at_rate
 from saf.surgery import install_, uninstall_
 from saf.tasks.text import window_losses
 
@@ -152,7 +152,7 @@ def head_set(words: Sequence[str]) -> HeadSet:
 
 def check_rates(rates: Sequence[float], total: int) -> None:
     """Raise InputError unless all rates are shares of `total` heads that select at least one."""
-    if wrong := [rate for rate in rates if not (0 < rate <= 1 and budget(rate, total))]:
+    if wrong := [rate for rate in rates if not (0 < rate <= 1 and heads_at_rate(rate, total))]:
         raise InputError(f"--rates must be in (0, 1] and select at least one of {total} heads, got {wrong}")
 
 

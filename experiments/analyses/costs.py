@@ -42,7 +42,7 @@ from saf.models.adapter import adapter_for
 from saf.paired import delta_of_windows
 from saf.records.table import MISSING, Part, Table, correlation, percent, signed
 from saf.scores import SCORES, required_inputs, score
-from saf.selection import budget, ranking
+from saf.selection import heads_at_rate, ranking
 from saf.statistics import AttentionStatistics
 from saf.tasks.text import heldout_batches
 from saf.train.start import recorded_gradient
@@ -148,7 +148,7 @@ def score_quality(values: Tensor, change: Tensor, eligible: HeadSet, rates: Sequ
     """
     change = change.masked_fill(~mask_of(eligible, change.shape), torch.nan)
     percents, order = 100 * torch.expm1(change), ranking(values, only=eligible)
-    lowest = {rate: order[: budget(rate, values.numel())] for rate in rates}
+    lowest = {rate: order[: heads_at_rate(rate, values.numel())] for rate in rates}
     means = {rate: float(np.mean([percents[head] for head in heads] or [np.nan])) for rate, heads in lowest.items()}
     return {"spearman": spearman(values, change), "mean_cost": means}
 

@@ -35,7 +35,7 @@ from saf.opening import OpenedModel, open_model
 from saf.paired import delta_of_windows, paired_tasks
 from saf.records.files import read_json, to_json, write_json
 from saf.records.table import Part, Table, percent, signed
-from saf.selection import budget
+from saf.selection import heads_at_rate
 from saf.tasks.base import TaskAnswers, precision_in_use
 from saf.tasks.text import evaluate_perplexity, read_evaluation
 from saf.tasks.zero_shot import ZERO_SHOT, TaskName, TooLong, counts_text
@@ -261,7 +261,7 @@ class Study:
         score, rate, of = self.settings.plan[title]
         event: dict[str, Any] = {"max_fit_kl": self.settings.max_fit_kl}
         if of is None:
-            event |= {**CHOICES[score], "count": budget(rate, self.head["eligible"]), "storage": "compact"}
+            event |= {**CHOICES[score], "count": heads_at_rate(rate, self.head["eligible"]), "storage": "compact"}
             event |= {"seed": self.settings.calibration_seed} if score == "random" else {}
         elif self.settings.arms and of not in self.settings.arms and not self.has(of):
             raise InputError(f"the arm {title!r} has the heads of {of!r}; measure that one first")

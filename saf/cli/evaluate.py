@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from saf.cli.output import Countdown, show
+from saf.cli.output import ProgressBars, show
 from saf.cli.parsing import parse
 from saf.data import TextData
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, process_group
@@ -84,7 +84,7 @@ class Command:
             opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=not self.tasks)
             if opened.data is None:
                 self._refuse("bos", "partition", "limit", without="--data")
-            with Countdown(quiet=not is_rank0()) as progress:
+            with ProgressBars(quiet=not is_rank0()) as progress:
                 # Tasks first: missing or too long questions are known before minutes of perplexity.
                 answers = self._zero_shot(opened, progress) if self.tasks else None
                 record = {} if opened.data is None else self._perplexity(opened, progress)
@@ -111,7 +111,7 @@ class Command:
         if others:
             raise InputError(f"{self.out} holds {others[0]}, which `saf evaluate` did not write; name a new folder")
 
-    def _perplexity(self, opened: OpenedModel, progress: Countdown) -> dict[str, Any]:
+    def _perplexity(self, opened: OpenedModel, progress: ProgressBars) -> dict[str, Any]:
         assert opened.data is not None
         if isinstance(opened.data, TextData) and self.partition != "report":
             raise InputError(f"{self.data} is text, all of which is read; leave --partition out")
@@ -145,7 +145,7 @@ class Command:
         }
         return Table.facts(str(opened.folder), rows)
 
-    def _zero_shot(self, opened: OpenedModel, progress: Countdown) -> dict[str, Any]:
+    def _zero_shot(self, opened: OpenedModel, progress: ProgressBars) -> dict[str, Any]:
         from saf.hf.lm_eval import ask
 
         if self.length is not None and self.length > opened.longest:

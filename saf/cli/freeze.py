@@ -9,19 +9,19 @@ from typing import Annotated, Any
 
 import tyro
 
-from saf.cli.output import Countdown, say, show
+from saf.cli.output import ProgressBars, say, show
 from saf.cli.parsing import parse
 from saf.errors import LengthWarning
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_saved, open_checkpoint_source
 from saf.freeze_config import FreezeConfig
 from saf.records.run import means_transformers
 
-AFTER = {
+NEXT_STEPS = {
     "calibrating": "fitting patterns, then measuring the loss with and without the heads of each layer",
     "measuring": "measuring the loss of the chosen heads, then writing the model",
     "healing": "measuring the loss, then writing the model",
 }
-"""The work without a counter that follows a part of the work."""
+"""The work without a counter that follows the part of the work with this verb."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,9 +57,9 @@ class Command(CheckpointFreezing):
             open_source, kind = open_folder_source, "model"
         if self.length is not None:  # whoever names a length has chosen it
             warnings.filterwarnings("ignore", category=LengthWarning)
-        with Countdown(after=AFTER) as progress:
-            countdown = lambda verb, items: partial(progress, verb, items)  # noqa: E731
-            report, written, parent = freeze_saved(self, open_source, say=say, countdown=countdown)
+        with ProgressBars(next_steps=NEXT_STEPS) as progress:
+            new_progress = lambda verb, items: partial(progress, verb, items)  # noqa: E731
+            report, written, parent = freeze_saved(self, open_source, say=say, new_progress=new_progress)
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
         length = report.statistics.length
         limit = f", for inputs of up to {length:,} tokens" if self.config.operation == "freeze" else ""

@@ -13,8 +13,8 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from saf.records.files import to_json
 from saf.records.table import Part, plain, seconds
 
-EVERY = 10.0
-"""Seconds between plain lines of progress."""
+LINE_INTERVAL = 10.0
+"""Seconds between lines of progress where there is no terminal to draw bars on."""
 
 
 def show(result: Mapping[str, Any], *parts: Part, as_json: bool) -> None:
@@ -30,27 +30,28 @@ def show(result: Mapping[str, Any], *parts: Part, as_json: bool) -> None:
 
 
 def say(text: str) -> None:
-    """Print a line of progress."""
+    """Print a line of progress on standard error; standard output has the result alone."""
     print(plain(text), file=sys.stderr, flush=True)
 
 
-class Countdown(AbstractContextManager):
+class ProgressBars(AbstractContextManager):
     """Show on standard error how far work is and the time left: bars on a terminal, else a line now and then.
 
-    Call it with the verb and the items of a part of the work ("calibrating", "layers"), how many of them are done, and
-    how many there are.
+    Call it as `progress("calibrating", "layers", done, total)`: a verb for the part of the work, which has a bar of its
+    own, the items that are counted, how many are done, and how many there are.
     """
 
-    def __init__(self, *, quiet: bool = False, after: Mapping[str, str] | None = None):
-        """Show nothing where it is `quiet`; `after` is the line that follows when all items of a verb are done."""
+    def __init__(self, *, quiet: bool = False, next_steps: Mapping[str, str] | None = None):
+        """Show nothing if `quiet`; `next_steps` has by verb the line that is printed when all its items are done."""
         console = Console(stderr=True)
-        self._plain = not (quiet or console.is_terminal)
-        self._after = {} if quiet else after or {}
+        self._prints_lines = not (quiet or console.is_terminal)
+        self._next_steps = {} if quiet else next_steps or {}
         counts = TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[items]}")
         columns = (TextColumn("{task.description}"), BarColumn(), counts, TimeRemainingColumn())
-        self._bars = Progress(*columns, console=console, disable=quiet or self._plain, speed_estimate_period=600)
+        hidden = quiet or self._prints_lines
+        self._bars = Progress(*columns, console=console, disable=hidden, speed_estimate_period=600)
         self._tasks: dict[str, TaskID] = {}
-        self._last = time.monotonic()
+        self._last_line = time.monotonic()
 
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
@@ -61,8 +62,8 @@ class Countdown(AbstractContextManager):
             self._bars.start()
         task, now = self._bars.tasks[self._tasks[verb]], time.monotonic()
         self._bars.update(task.id, completed=done)
-        if self._plain and done and (done == total or now - self._last >= EVERY):
-            self._last, left = now, task.time_remaining
+        if self._prints_lines and done and (done == total or now - self._last_line >= LINE_INTERVAL):
+            self._last_line, left = now, task.time_remaining
             say(f"{verb} {done}/{total} {items}" + (f", {seconds(left)} left" if left else ""))
-        if done == total and verb in self._after:
-            say(self._after[verb])
+        if done == total and verb in self._next_steps:
+            say(self._next_steps[verb])

@@ -14,7 +14,7 @@ from saf.cli.parsing import parse
 from saf.compare import arms_table, unlearnt_reason
 from saf.distributed import is_rank0, process_group
 from saf.errors import InputError
-from saf.freeze_config import BUDGETS, FreezeConfig
+from saf.freeze_config import COUNT_SETTINGS, FreezeConfig
 from saf.records.run import RecordedRun
 from saf.records.table import Table, signed
 from saf.schedules import OneTime, Schedule
@@ -153,13 +153,13 @@ def changes_of(flags: TrainFlags, default: TrainFlags) -> dict[str, Any]:
 
 def _without_default(freeze: FreezeConfig) -> FreezeConfig | None:
     """Return the settings of freezing, or None for `NOTHING_FROZEN`; raise InputError unless one sets the heads."""
-    budgets = [name for name in BUDGETS if getattr(freeze, name) not in (None, 0.0)]
-    if len(budgets) > 1:
-        raise InputError(f"give one of rate, count, heads and match_heads, got {' and '.join(budgets)}")
+    counts = [name for name in COUNT_SETTINGS if getattr(freeze, name) not in (None, 0.0)]
+    if len(counts) > 1:
+        raise InputError(f"give one of rate, count, heads and match_heads, got {' and '.join(counts)}")
     flags = [each.name for each in fields(freeze) if getattr(freeze, each.name) != getattr(NOTHING_FROZEN, each.name)]
-    if flags and not budgets:
+    if flags and not counts:
         raise InputError(f"--freeze.{flags[0].replace('_', '-')} needs --freeze.rate")
-    return freeze if budgets else None
+    return freeze if counts else None
 
 
 # --- results

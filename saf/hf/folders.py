@@ -172,7 +172,7 @@ def open_folder_source(settings: CheckpointFreezing, say: Callable[[str], Any]) 
 
     def heal(heldout: list[Tensor], progress: Progress) -> Healing:
         options: dict[str, Any] = {"accept_loss": settings.accept_loss, "precision": settings.precision}
-        text = halves(heldout)[1] if config.jointly else heldout
+        text = halves(heldout)[1] if config.uses_joint_cost else heldout
         healing = heal_and_compare(model, source.model(device, dtype), training, text, progress=progress, **options)
         model.to(source.config().dtype or torch.float32)
         return healing
@@ -212,7 +212,7 @@ def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tupl
     if isinstance(data, TextData):
         return _windows_of_text(settings, data, length, heal)
     calibration, heldout = read_windows(settings, data, length, seed=seed)
-    if settings.config.jointly:  # spread over all documents: heads chosen on one kind of text fail on others
+    if settings.config.uses_joint_cost:  # spread over all documents: heads chosen on one kind of text fail on others
         every = sequential_windows(data.tokens("controller"), length)[:, :-1]
         heldout = every[torch.linspace(0, len(every) - 1, len(heldout)).long()]
     training = shuffled_windows(data.tokens("train"), 0, heal, length=length, seed=seed) if heal else heldout[:0]

@@ -83,7 +83,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             raise UnsupportedError("a Trainer keeps no average of Q/K gradients; take another score")
         if config.trainable:
             raise UnsupportedError("a resumed Trainer has no optimiser state of trainable patterns; leave it out")
-        decides = isinstance(self.schedule, ValidationBudget) or config.jointly or "outputs" in config.needs
+        decides = isinstance(self.schedule, ValidationBudget) or config.uses_joint_cost or "outputs" in config.needs
         if decides and not self._heldout:
             raise InputError("this choice of heads reads held-out sequences: give them as heldout=")
         patch_trainer()

@@ -183,7 +183,11 @@ class TrainConfig:
         yield "mqar", used, f"left out without task={MQARTask.name!r}"
         yield "fresh", self.parent is not None or not self.fresh, "False without a parent"
         yield "schedule", freeze is None or self.schedule is not None, "a schedule when freezing"
-        yield "freeze", freeze is None or not freeze.jointly, "without joint cost: use the schedule validation_budget"
+        yield (
+            "freeze",
+            not (freeze and freeze.uses_joint_cost),
+            "without joint cost: use the schedule validation_budget",
+        )
         trains_on = self.freeze_update != self.updates and freeze is not None
         rewarms = 0 <= self.rewarm_updates < self.updates and (trains_on or not self.rewarm)
         yield "rewarm", rewarms, "fewer updates than all, and 0 where nothing trains on after an event"

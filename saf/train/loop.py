@@ -235,7 +235,7 @@ def _freeze(trainer: TrainerLike, event: Freeze, guard: list[Tensor] | None) -> 
     inputs = {"gradient": trainer.updater.gradient} if trainer.updater.gradient else {}
     if "outputs" in freeze.needs:
         inputs["outputs"] = trainer.task.heldout()
-    heldout = trainer.task.heldout() if freeze.jointly and guard is None else guard
+    heldout = trainer.task.heldout() if freeze.uses_joint_cost and guard is None else guard
     with trainer.execution.autocast():
         trainer.say(str(plan_calibration(trainer.model, batches, collect=freeze.collect)))
         report = freeze_(
