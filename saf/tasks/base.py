@@ -1,7 +1,7 @@
-"""`Task`: what a run trains on and is measured by; and how any model is measured: batches, likelihoods, answers.
+"""`Task` is what a run trains on and is measured by; the functions below it measure any model, and write its answers.
 
-A run does not know what it trains on: its position in the data, and what must be equal to continue from a checkpoint,
-come from `Task`. Answers to questions have one form in all tasks: `TaskAnswers`, from a summary and a file of lines.
+The training loop knows no data: its position in them, and what must be equal to continue from a checkpoint, come from
+`Task`. Answers to questions have one form in all tasks, `TaskAnswers`: a summary, and a file with a line a question.
 """
 
 import math
@@ -28,19 +28,21 @@ from saf.records.files import check_file, file_hash, read_lines, write_lines
 from saf.records.run import RecordedRun
 
 PARENT = "parent"
-"""Roles of the checkpoints that a model was derived from begin with this."""
+"""In records each checkpoint has a role; the roles of those that a model was derived from begin with this."""
 Progress = Callable[[int, int], None]
-"""Called with (done, all)."""
+"""Called with (number done, number in all)."""
 Tokens = tuple[int, ...]
 Answer = Mapping[str, Any]
-"""How one question is answered.
+"""A model's answer to one question, by key.
 
-Its `id`, the numbers of the right choice (`answer`) and of the one taken (`taken`), whether they are the same
-(`right`), whether the context was cut to fit (`shortened`), and the log-probability of each choice in nats, summed over
-its tokens (`log_probs`). Questions that a run trained for also have the number of tokens of the right choice
-(`answer_tokens`). Some zero-shot tasks have `right_norm`: whether the right choice has the highest log-probability a
-character. An example of associative recall has an `id`, how many of its `queries` are answered rightly (`right`), and
-no choices.
+- `id`: the question's;
+- `answer`, `taken`, `right`: number of the right choice, number of the model's choice, whether they are the same;
+- `shortened`: whether the context was cut to fit;
+- `log_probs`: the log-probability of each choice in nats, summed over its tokens;
+- `answer_tokens`: tokens of the right choice, in tasks of finetuning;
+- `right_norm`: whether the right choice has the highest log-probability a character, in some zero-shot tasks.
+
+An example of associative recall has no choices. Its keys are `id`, `queries`, and `right`: queries answered rightly.
 """
 ANSWERS = "answers.jsonl"
 """Name of a run's file of answers, a line a question."""
@@ -51,8 +53,8 @@ Out = TypeVar("Out")
 class Task(ABC):
     """What a run trains on and is measured by.
 
-    In a group of processes every one calls `controller_loss` and `report` with the same model: they share the sequences
-    out, the first one writes, and all get the same.
+    In a group of processes every one calls `controller_loss` and `report` with the same model: they divide the
+    sequences among them, the first one writes, and all get the same result.
     """
 
     name: str
@@ -75,11 +77,11 @@ class Task(ABC):
 
     @property
     def targets_per_update(self) -> int:
-        """Tokens of an update, those that are not counted in the loss included."""
+        """Tokens of an update, including those that are left out of the loss."""
         return self.windows_per_update * self.length
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
-        """Raise DataError before training for too few data to calibrate on, or to score outputs by."""
+        """Raise DataError before training if there are too few data to calibrate on, or for output-aware scores."""
         if calibrates:
             self.calibration()
         if scores_outputs:
@@ -94,7 +96,7 @@ class Task(ABC):
     ) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the micro-batches after `update` updates: number `first`, then every `every`-th.
 
-        Several processes share them out by these two. The next one is fetched before this one is used.
+        Rank r of n passes r and n, so that each trains on its own. The next one is fetched before this one is used.
         """
         size = self.settings.batch_size
         position = update * self.windows_per_update + first * size
@@ -119,10 +121,13 @@ class Task(ABC):
 
     @abstractmethod
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        """Return the loss that decisions during a run read, nats per target, of the first `controller_count`."""
+        """Return the loss, nats per target, by which schedules decide during a run.
+
+        It is over the first `controller_count(batches)` sequences of held-out data.
+        """
 
     def controller_count(self, batches: int | None) -> int:
-        """Return the number of sequences of so many batches, by default `eval_windows`."""
+        """Return the number of sequences in this number of batches; `eval_windows` for None."""
         return self.settings.eval_windows if batches is None else batches * self.settings.batch_size
 
     @abstractmethod
@@ -131,7 +136,7 @@ class Task(ABC):
     ) -> dict[str, Any]:
         """Measure the trained model and return the entries for result.json, `report_loss` among them.
 
-        Writes the task's own files into `folder`, an evaluation with the hashes of `checkpoints` by role.
+        Writes the task's own files into `folder`; an evaluation names the hashes of `checkpoints`, by role.
         """
 
     @abstractmethod
@@ -174,17 +179,20 @@ def run_batches(
     finished batches, by default each as one.
     """
     done = 0
+    _, num_ranks = rank_and_size()
 
-    def run_one(batch: tuple[int, In]) -> Out:
+    def run_one(sized_batch: tuple[int, In]) -> Out:
         nonlocal done
-        result, done = run(batch[1]), done + rank_and_size()[1] * batch[0]
+        size, batch = sized_batch
+        result = run(batch)
+        done += num_ranks * size  # the other ranks run as many at the same time
         if progress is not None:
             progress(min(done, sum(sizes)), sum(sizes))
         return result
 
-    sized = list(zip(sizes or [1] * len(batches), batches, strict=True))
+    sized_batches = list(zip(sizes or [1] * len(batches), batches, strict=True))
     with evaluation_mode(model), torch.no_grad(), autocast(language_model(model).device, precision):
-        return map_over_ranks(run_one, sized)
+        return map_over_ranks(run_one, sized_batches)
 
 
 def precision_in_use(model: nn.Module, precision: str) -> str:
@@ -195,19 +203,19 @@ def precision_in_use(model: nn.Module, precision: str) -> str:
 
     Raises InputError where `precision` is "fp32" and weights are narrower.
     """
-    casts = resolve_precision(language_model(model).device, precision)
+    computes_in = resolve_precision(language_model(model).device, precision)
     patterns = {
         parameter for module in model.modules() if isinstance(module, FrozenHeads) for parameter in module.parameters()
     }
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter not in patterns}
-    short = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
-    names = sorted(short.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes)
+    abbreviations = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+    names = sorted(abbreviations.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes)
     if names in ([], ["fp32"]):
-        return casts
+        return computes_in
     weights = f"{' and '.join(names)} weights"
     if precision == "fp32" and any(dtype.itemsize < torch.float32.itemsize for dtype in dtypes):
         raise InputError(f"precision fp32 needs a model in float32, got {weights}; convert it by model.float()")
-    return weights if casts == "fp32" else f"{weights}, {casts} autocast"
+    return weights if computes_in == "fp32" else f"{weights}, {computes_in} autocast"
 
 
 def model_facts(model: nn.Module) -> dict[str, Any]:
@@ -247,7 +255,7 @@ class Likelihood(NamedTuple):
     log_prob: float
     """Nats, summed over its tokens."""
     greedy: bool
-    """Whether each of its tokens is the most likely one behind those before it."""
+    """Whether each of its tokens is the most likely one after those before it."""
 
 
 def likelihoods(
@@ -261,8 +269,9 @@ def likelihoods(
     """Compute how likely each continuation is, in order; processes of a group divide the batches among them.
 
     Inputs of one length share a forward pass, and no token of padding enters: patterns of frozen heads count positions
-    from a sequence's first token (paper, appendix on pretrained models). Equal inputs are computed once: choices that
-    differ in their last token alone. Logits are computed at the continuations' positions, their softmax in float32.
+    from a sequence's first token (paper, appendix on pretrained models). Choices that differ in their last token alone
+    have equal inputs, which are computed once. Logits are computed at the continuations' positions, their softmax in
+    float32.
     Raises InputError for an empty context or continuation or one longer than the model takes, DivergenceError for a
     log-probability that is not finite.
     """
@@ -273,12 +282,13 @@ def likelihoods(
         if longest is not None and len(each.inputs) > longest:
             raise InputError(f"inputs must be at most {longest} tokens, got {len(each.inputs)}; shorten the context")
 
-    numbers: dict[Tokens, list[int]] = {}
+    numbers: dict[Tokens, list[int]] = {}  # of the continuations with these inputs
     for number, each in enumerate(continuations):
         numbers.setdefault(each.inputs, []).append(number)
+    by_length = groupby(sorted(numbers, key=len, reverse=True), len)
     batches = [
         rows[first : first + batch_size]
-        for rows in (list(same) for _, same in groupby(sorted(numbers, key=len, reverse=True), len))
+        for rows in (list(same_length) for _, same_length in by_length)
         for first in range(0, len(rows), batch_size)
     ]
 
@@ -309,13 +319,14 @@ def _likelihood(logits: Tensor, tokens: Tokens) -> Likelihood:
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:
     """Compute accuracy and its standard error over questions, and count how often each choice is right and is taken."""
-    share, count = sum(each["right"] for each in answers) / len(answers), len(answers)
+    count = len(answers)
+    accuracy = sum(each["right"] for each in answers) / count
     counts = {name: Counter(each[name] for each in answers) for name in ("answer", "taken")}
     numbers = sorted(counts["answer"] | counts["taken"])
     return {
         "questions": count,
-        "accuracy": share,
-        "standard_error": math.sqrt(share * (1 - share) / count),
+        "accuracy": accuracy,
+        "standard_error": math.sqrt(accuracy * (1 - accuracy) / count),
         "answers": {str(number): counts["answer"][number] for number in numbers},
         "taken": {str(number): counts["taken"][number] for number in numbers},
         "shortened": sum(each["shortened"] for each in answers),
@@ -339,7 +350,7 @@ def write_answers(path: Path, tasks: Mapping[str, Sequence[Answer]]) -> str:
 
 
 def read_answers(path: Path, records: Mapping[str, Mapping[str, Any]], sha256: str | None) -> dict[str, TaskAnswers]:
-    """Read the answers to the tasks of some records; raise InputError for a file that is not the one of the hash."""
+    """Read the answers to the tasks in `records`; raise InputError if the file's hash is another one."""
     check_file(path, sha256=sha256)
     lines = read_lines(path)
     return {
