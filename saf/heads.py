@@ -12,7 +12,7 @@ Head = tuple[int, int]
 
 
 def head_pairs(heads: Any) -> list[Head]:
-    """Return `(layer, head)` pairs of whole numbers, in the same order; lists of JSON will do."""
+    """Return `(layer, head)` pairs of int from pairs of any integers, such as lists of JSON, in the same order."""
     return [(index(layer), index(head)) for layer, head in heads]
 
 
@@ -82,15 +82,22 @@ class HeadSet:
 
 # --- the rows of heads in a layer's projections
 
-ROLES = ("query", "key", "value", "output")  # a layer's projections; rows of three belong to heads, columns of `output`
-BIAS = "_bias"  # suffix of a role's name for its projection's bias
+ROLES = ("query", "key", "value", "output")
+"""A layer's projections. A head owns rows of the first three and columns of `output`; these are called rows, too."""
+BIAS = "_bias"
+"""Suffix of a role's name for its projection's bias."""
 KINDS: dict[str, tuple[str, ...]] = {"live": ROLES, "frozen": ("value", "output"), "pruned": ()}
 """Projections in which heads of a kind have rows; an edit to that kind removes the other rows."""
 EDITED = tuple(kind for kind in KINDS if kind != "live")
+"""The kinds that freezing and pruning make."""
 
 
 def role_of(name: str) -> str:
-    """Return the projection of a parameter by its name: `query` for `query` and for `query_bias`."""
+    """Return the projection that a parameter belongs to, without the suffix of a bias.
+
+    >>> role_of("query"), role_of("query_bias"), role_of("query_key_value")
+    ('query', 'query', 'query_key_value')
+    """
     return name.removesuffix(BIAS)
 
 
@@ -136,17 +143,18 @@ class HeadLayout:
         """Whether all heads are live."""
         return self.num_live == self.num_heads
 
-    def changed(self, heads: Iterable[int], kind: str) -> "HeadLayout":
-        """Return the layout with `heads` of another kind, one of `KINDS`."""
+    def with_kind(self, heads: Iterable[int], kind: str) -> "HeadLayout":
+        """Return the layout in which `heads` have become of `kind`, one of `KINDS`."""
         moved = set(heads)
-        edited = {each: set(getattr(self, each)) - moved | (moved if each == kind else set()) for each in EDITED}
+        others = {each: set(getattr(self, each)) - moved for each in EDITED}
+        edited = {each: ids | moved if each == kind else ids for each, ids in others.items()}
         return replace(self, **{each: tuple(sorted(ids)) for each, ids in edited.items()})
 
     @cached_property
     def rows(self) -> dict[str, tuple[int, ...]]:
-        """Owners of the rows that each projection holds, by role: heads in slot order.
+        """By role, the heads whose rows the projection holds, in slot order.
 
-        With grouped queries owners of keys and values are the KV heads that some head reads, in ascending order.
+        With grouped queries `key` and `value` have rows of the KV heads that some head still reads, in ascending order.
         """
         rows = {role: tuple(h for kind in KINDS if role in KINDS[kind] for h in getattr(self, kind)) for role in ROLES}
         if self.grouped:
@@ -154,12 +162,12 @@ class HeadLayout:
         return rows
 
     def rows_in(self, name: str) -> tuple[tuple[str, int], ...]:
-        """Return `(role, owner)` of every row block of a parameter, in order; fused projections have role after role.
+        """Return `(role, head)` of every block of rows in a parameter, in order; roles of fused ones follow each other.
 
         >>> HeadLayout(2, 2, frozen=(1,)).rows_in("query_value")
         (('query', 0), ('value', 0), ('value', 1))
         """
-        return tuple((role, one) for role in roles_of(name) for one in self.rows[role])
+        return tuple((role, head) for role in roles_of(name) for head in self.rows[role])
 
     def kv_of(self, head: int) -> int:
         """Return the KV head of a query head, by the original model's numbers."""
@@ -167,7 +175,7 @@ class HeadLayout:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Original head id of each slot."""
+        """Original head id of each slot, a place in the order of execution."""
         return self.rows["output"]
 
     @property
@@ -190,10 +198,10 @@ class HeadLayout:
 
     @property
     def kv_head(self) -> tuple[int, ...]:
-        """Index of each slot's value head among those that the layer holds."""
+        """Index of the value head that each slot reads, among the value heads that the layer holds."""
         return tuple(self.rows["value"].index(self.kv_of(head)) for head in self.slots)
 
     @property
     def key_head(self) -> tuple[int, ...]:
-        """Index of each live slot's key head among those that the layer holds."""
+        """Index of the key head that each live slot reads, among the key heads that the layer holds."""
         return tuple(self.rows["key"].index(self.kv_of(head)) for head in self.live)

@@ -19,7 +19,7 @@ from saf.frozen_state import STATE_FILE, TENSORS_FILE
 from saf.machine import Device, pick_device
 from saf.models.adapter import longest_input
 from saf.records.files import entries_hash, file_hash
-from saf.records.run import Kind, expect, kind_of, means_transformers
+from saf.records.run import Kind, expect, is_transformers_model, kind_of
 from saf.saving import load
 from saf.tasks.base import PARENT
 
@@ -76,7 +76,7 @@ def open_model(
 
 def find_source(path: Path | str) -> "ModelFolder | TransformersFolder":
     """Return the folder of the model at `path`; raise as `find_model` does."""
-    if not means_transformers(path):
+    if not is_transformers_model(path):
         return find_model(path)
     from saf.hf.folders import TransformersFolder
 

@@ -256,7 +256,7 @@ def _edit_(
     for layer, site in sites.items():
         own = heads.in_layer(layer)
         new = patterns_of(site) | {head: patterns[layer, head] for head in own if patterns}
-        edits.append(plan_edit(site, site.layout.changed(own, kind), new, backend=backend, optimizer=optimizer))
+        edits.append(plan_edit(site, site.layout.with_kind(own, kind), new, backend=backend, optimizer=optimizer))
     apply_edits_(edits, optimizer)
 
 

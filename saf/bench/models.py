@@ -32,7 +32,7 @@ from saf.ops.backend import Backend, Tables
 from saf.ops.heads import take_heads
 from saf.ops.positions import CachePosition
 from saf.patterns import CompactPattern, ExponentialPattern, Pattern
-from saf.records.run import means_transformers
+from saf.records.run import is_transformers_model
 from saf.surgery import finalize_, install_, patterns_of, prune_, uninstall_
 
 # --- shapes
@@ -98,7 +98,7 @@ class FolderModel:
 
 def is_folder(model: str) -> bool:
     """Whether a benchmark's model is a folder or a name on the Hugging Face hub, and no preset."""
-    return model not in PRESETS and model not in TRANSFORMERS and (Path(model).exists() or means_transformers(model))
+    return model not in PRESETS and model not in TRANSFORMERS and (Path(model).exists() or is_transformers_model(model))
 
 
 @lru_cache(maxsize=1)

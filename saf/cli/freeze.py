@@ -14,7 +14,7 @@ from saf.cli.parsing import parse
 from saf.errors import LengthWarning
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_saved, open_checkpoint_source
 from saf.freeze_config import FreezeConfig
-from saf.records.run import means_transformers
+from saf.records.run import is_transformers_model
 
 NEXT_STEPS = {
     "calibrating": "fitting patterns, then measuring the loss with and without the heads of each layer",
@@ -51,7 +51,7 @@ class Command(CheckpointFreezing):
 
     def run(self) -> dict[str, Any]:
         open_source, kind = open_checkpoint_source, "checkpoint"
-        if means_transformers(self.checkpoint):
+        if is_transformers_model(self.checkpoint):
             from saf.hf.folders import open_folder_source
 
             open_source, kind = open_folder_source, "model"

@@ -10,7 +10,7 @@ import tyro
 from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.errors import InputError
-from saf.records.run import means_transformers
+from saf.records.run import is_transformers_model
 from saf.report.page import write_report
 
 
@@ -37,7 +37,7 @@ class Command:
             raise InputError("name run folders, or a folder of a Hugging Face model")
         if self.out and self.out.suffix not in ("", ".html") and not self.out.is_dir():
             raise InputError(f"--out must be an .html file or a folder, got {self.out.name}")
-        default_folder = self.runs[0] if means_transformers(self.runs[0]) else self.runs[-1]
+        default_folder = self.runs[0] if is_transformers_model(self.runs[0]) else self.runs[-1]
         page = write_report(self.runs, self.out or default_folder)
         result: dict[str, Any] = {"report": str(page), "bytes": page.stat().st_size}
         show(result, f"{page}  ({result['bytes'] / 1e3:,.0f} kB; open it in a browser)", as_json=self.json)

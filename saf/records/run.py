@@ -81,12 +81,12 @@ class RecordedRun:
 
     @property
     def missing(self) -> list[str]:
-        """What the settings of a finished run ask for and its records do not have, in words."""
+        """Measurements that the settings of a finished run ask for and its records do not have, in words."""
         return list(self.result.get("missing", []))
 
     @property
     def arm(self) -> str:
-        """frozen, pruned, "frozen and pruned" or ordinary: the heads at the end, or what the settings intend."""
+        """frozen, pruned, "frozen and pruned" or ordinary: by the heads at the end, before it by the settings."""
         if self.result:
             return str(self.result["arm"])
         if not self.events and (freeze := self.config.get("freeze")):
@@ -100,7 +100,7 @@ class RecordedRun:
 
     @property
     def frozen_heads(self) -> list[list[int]]:
-        """Every head frozen in the final model, `[[layer, head], ...]`; until the run ends, those of its events."""
+        """Heads frozen in the final model, `[[layer, head], ...]`; until the run ends, those that its events froze."""
         return self._heads("heads", "freeze")
 
     @property
@@ -126,8 +126,8 @@ class RecordedRun:
     @property
     def last_change(self) -> int | None:
         """The update after which heads last changed, or None."""
-        first = (self.result.get("intervention") or {}).get("update")
-        return max((event.update for event in self.events if event.update is not None), default=first)
+        recorded = (self.result.get("intervention") or {}).get("update")  # of a run without its file of events
+        return max((event.update for event in self.events if event.update is not None), default=recorded)
 
     @property
     def _freezes(self) -> list["EventRecord"]:
@@ -169,23 +169,24 @@ class RecordedRun:
 
 def heads_of_record(path: Path | str) -> list[list[int]]:
     """Return the heads that are frozen or pruned in a run, checkpoint or events.jsonl, sorted; InputError for none."""
-    path, saved = Path(path), []
+    path = Path(path)
     if path.suffix == ".jsonl":
         heads = edited_heads(read_events(path))
     elif expect(path, Kind.RUN, Kind.CHECKPOINT) is Kind.CHECKPOINT:
-        saved = [path]
+        heads = _heads_of_checkpoint(path)
     else:
         run = RecordedRun.open(path)
-        heads = run.edited_heads
-        if not run.result:  # the events do not name the parent's heads
-            saved = sorted(path.glob("checkpoints/step-*"), key=lambda each: natural_order(each.name))
-    if saved:
-        layers = enumerate(read_json(saved[-1] / "saf.json")["layers"])
-        kinds = ("frozen", "pruned")
-        heads = [[layer, head] for layer, each in layers for kind in kinds for head in each.get(kind, ())]
+        checkpoints = sorted(path.glob("checkpoints/step-*"), key=lambda each: natural_order(each.name))
+        # Until a run has a result, its events are read, which do not name its parent's heads; a checkpoint does.
+        heads = run.edited_heads if run.result or not checkpoints else _heads_of_checkpoint(checkpoints[-1])
     if not heads:
         raise InputError(f"{path} must have frozen or pruned heads, got none; name another run, or heads as LAYER:HEAD")
     return sorted(heads)
+
+
+def _heads_of_checkpoint(folder: Path) -> list[list[int]]:
+    layers = enumerate(read_json(folder / "saf.json")["layers"])
+    return [[layer, head] for layer, each in layers for kind in ("frozen", "pruned") for head in each.get(kind, ())]
 
 
 # --- events
@@ -254,9 +255,9 @@ def edited_heads(events: Iterable[EventRecord], kind: str | None = None) -> list
 
 
 def join_freezes(events: Iterable[EventRecord]) -> dict[str, Any] | None:
-    """Return the newest freeze that was not undone, with heads, scores and fits of all such; None without scores.
+    """Return the line of the newest freeze that was not undone, with heads and fits of all of them; None without any.
 
-    `scores` `[L][H]` are those that each head was selected by, and the newest ones of live heads.
+    `scores` `[L][H]` has for each frozen head the score by which it was chosen, and for live heads the newest.
     """
     lines = [event.values for event in events if event.undone_by is None and "scores" in event.values]
     if not lines:
@@ -305,7 +306,7 @@ def inherit_events(source: Path, folder: Path) -> None:
 
 
 def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
-    """Return frozen, pruned, both or ordinary by a model's heads; where all were undone, by the first event."""
+    """Return frozen, pruned, both or ordinary, by heads; if all were undone, by the first event."""
     kinds = [kind for kind, heads in (("frozen", frozen), ("pruned", pruned)) if heads]
     undone = [STATE_AFTER[event.kind] for event in events if event.kind != "undo" and event.heads]
     return " and ".join(kinds) or next(iter(undone), "ordinary")
@@ -321,7 +322,7 @@ def heads_in_words(counts: Mapping[str, int]) -> str:
 
 
 def total_in_words(changed: Mapping[str, int], in_all: Mapping[str, int]) -> str:
-    """Return how many heads are frozen and pruned in all, where that is more than an event changed.
+    """Return the words after an event's own heads: how many are frozen and pruned in all, where that is more.
 
     >>> total_in_words({"frozen": 3}, {"frozen": 3, "pruned": 4}), total_in_words({"frozen": 3}, {"frozen": 3})
     (', 3 frozen and 4 pruned in all', '')
@@ -329,14 +330,14 @@ def total_in_words(changed: Mapping[str, int], in_all: Mapping[str, int]) -> str
     return f", {heads_in_words(in_all)} in all" if sum(in_all.values()) > sum(changed.values()) else ""
 
 
-# --- what a path holds
+# --- what a path on the disk holds
 
 MANIFEST = "manifest.json"
 """The file of a checkpoint that lists its other files with their checksums."""
 
 
 class Kind(Enum):
-    """The kinds of folders and files, with the words of messages for them."""
+    """The kinds of folders and files that commands open; values are the words for them in messages."""
 
     CHECKPOINT = "a checkpoint (step-N)"
     RUN = "a run"
@@ -357,7 +358,7 @@ def kind_of(path: Path | str) -> Kind | None:
     path = Path(path)
     if path.is_file():
         return Kind.RESULT if path.suffix == ".json" else None
-    has = lambda *names: any((path / name).is_file() for name in names)  # noqa: E731
+    has = lambda *names: any((path / name).is_file() for name in names)  # noqa: E731 - one of these files
     if (config := _transformers_config(path)) is not None:
         # Heads that config.json does not name are not this model's: `saf.save` or an earlier model left them there.
         return Kind.TRANSFORMERS if "saf" in config or not has("saf.json") else Kind.HEADS
@@ -388,16 +389,16 @@ def _transformers_config(folder: Path) -> dict[str, Any] | None:
     return config if isinstance(config, dict) and "model_type" in config else None
 
 
-def means_transformers(path: Path | str) -> bool:
+def is_transformers_model(path: Path | str) -> bool:
     """Return whether a path is a folder of a model of transformers, or has the form of a name on the hub."""
-    named = not Path(path).exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) is not None
-    return named or kind_of(path) is Kind.TRANSFORMERS
+    is_hub_name = not Path(path).exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) is not None
+    return is_hub_name or kind_of(path) is Kind.TRANSFORMERS
 
 
 def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -> Kind:
     """Return what a path holds; raise `error` where it is none of `kinds`."""
     kind = kind_of(path)
-    if kind in kinds and kind is not None:
+    if kind is not None and kind in kinds:
         return kind
     *others, last = [each.value for each in kinds]
     expected = f"{', '.join(others)} or {last}" if others else last
@@ -412,5 +413,5 @@ def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -
 
 
 def absolute_path(path: str) -> str:
-    """Return an existing path so that it names the same file from every working directory; another one as it is."""
+    """Return the absolute form of a path that exists; another text, such as a name, as it is."""
     return os.path.abspath(path) if path and os.path.exists(path) else path
