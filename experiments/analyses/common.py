@@ -1,4 +1,4 @@
-"""What analyses share: their settings, the opened model, losses with heads frozen, rank correlations.
+"""Analyses build on this file: their settings, the model with its data, losses with heads frozen, rank correlations.
 
 An analysis is a dataclass of settings with `measure() -> record`, `tables(record)` and, for some, `draw(records)`.
 """
@@ -49,7 +49,7 @@ class Analysis:
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        """Return what a record, as JSON has it, says: a sentence of its conditions, then tables."""
+        """Return a sentence with the conditions of a record, then its tables; the record is as read from JSON."""
         raise NotImplementedError
 
     @staticmethod
@@ -64,7 +64,7 @@ class Analysis:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Computing(Analysis):
+class RunsModel(Analysis):
     """Settings of every analysis that runs a model."""
 
     batch_size: int = 8
@@ -76,8 +76,8 @@ class Computing(Analysis):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ModelAnalysis(Computing):
-    """Settings of every analysis of a model of this project."""
+class ModelAnalysis(RunsModel):
+    """Settings of every analysis of a model that `saf` trained or saved."""
 
     model: tyro.conf.Positional[Path]
     """A checkpoint (step-N), a run (its newest checkpoint), or a folder written by saf.save."""
@@ -90,18 +90,18 @@ class ModelAnalysis(Computing):
     length: int | None = None
     """Tokens of a sequence or window; by default the run's."""
 
-    def open(self) -> "Opened":
+    def open(self) -> "ModelWithData":
         """Return the model with its data; raise InputError or CheckpointError if either is missing."""
         source = find_model(self.model)
         data, device = source.data(self.data), pick_device(self.device)
         model: Any = source.model(device)
         seed = source.settings.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
         length = self.length or source.settings.get("length") or model.config.max_length
-        return Opened(self, source, model, data, length, seed, autocast(device, self.precision))
+        return ModelWithData(self, source, model, data, length, seed, autocast(device, self.precision))
 
 
 @dataclass(frozen=True)
-class Opened:
+class ModelWithData:
     """A model with its data, and the precision to run it in."""
 
     analysis: ModelAnalysis
@@ -126,12 +126,12 @@ class Opened:
 
     def record(self, values: Record) -> dict[str, Any]:
         """Return the record of the model: header, model, length, and `values`."""
-        head = self.analysis.header(
+        header = self.analysis.header(
             device=device_name(adapter_for(self.model).device),
             checkpoints={"model": self.source.hash},
             data={"analysed": self.data.fingerprint},
         )
-        return {**head, "model": str(self.source.folder), "length": self.length, **values}
+        return {**header, "model": str(self.source.folder), "length": self.length, **values}
 
 
 def read_record(path: Path, kind: str) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def check_rates(rates: Sequence[float], total: int) -> None:
 
 
 def mask_of(heads: HeadSet, shape: Sequence[int]) -> Tensor:
-    """Return which of `[L, H]` heads are in a set, bool."""
+    """Return whether each head is in a set, bool `[L, H]`."""
     mask = torch.zeros(tuple(shape), dtype=torch.bool)
     for head in heads:
         mask[head] = True
@@ -165,12 +165,12 @@ def mask_of(heads: HeadSet, shape: Sequence[int]) -> Tensor:
 
 
 def matrix(rows: Sequence[Sequence[float | None]]) -> Tensor:
-    """Return values `[L, H]` float64 from JSON, null as NaN."""
+    """Return values `[L, H]` float64 from the rows of a record, None as NaN."""
     return torch.from_numpy(np.array(rows, dtype=float))
 
 
 class CostMeter:
-    """Measures losses of held-out windows `[W, T + 1]` on a copy of a model, with heads frozen for the time being."""
+    """Measures losses of held-out windows `[W, T + 1]` on a copy of a model, with heads frozen during a measurement."""
 
     def __init__(self, model: nn.Module, windows: Tensor, *, batch_size: int = 8):
         self._model, self._windows, self._batch_size = copy.deepcopy(unwrap(model)), windows, batch_size
@@ -178,9 +178,9 @@ class CostMeter:
 
     def losses(self, heads: HeadSet, patterns: Mapping[Head, Pattern], *, backend: str = "auto") -> Tensor:
         """Return the loss of each window with `heads` frozen, `[W]` float64, nats."""
-        every: Any = [patterns[head] for head in heads]
-        install_(self._model, heads, every, backend=backend)
-        # Autocast keeps low-precision copies of weights, which surgery changes in place.
+        chosen: Any = [patterns[head] for head in heads]
+        install_(self._model, heads, chosen, backend=backend)
+        # Autocast caches low-precision copies of weights, and surgery changes the weights in place.
         torch.clear_autocast_cache()
         try:
             return self._losses()
@@ -210,8 +210,8 @@ def spearman(one: Tensor, other: Tensor) -> float:
 def stratified_spearman(strata: Sequence[tuple[Tensor, Tensor]]) -> float:
     """Return the correlation of ranks taken and centred within each stratum, all strata pooled.
 
-    Differences between strata play no part. With equally many entries and no ties it is the mean of the strata's own
-    correlations.
+    Differences between strata play no part. If strata have equally many entries and no ties, it is the mean of their
+    own correlations.
     """
     ranks = [_frame(pair).rank() for pair in strata]
     return correlation(*pd.concat([each - each.mean() for each in ranks]).to_numpy().T)
@@ -233,7 +233,7 @@ def partial_spearman(one: Tensor, other: Tensor, *, covariates: Sequence[Tensor]
 
 def correlation(x: np.ndarray, y: np.ndarray) -> float:
     """Return Pearson's correlation; NaN for fewer than two values, or constant ones."""
-    # A regression that explains everything leaves rounding errors; ranks differ by half at least.
+    # Residuals of a regression that explains everything are rounding errors; ranks differ by half at least.
     if len(x) < 2 or min(np.ptp(x), np.ptp(y)) < 1e-9:
         return float("nan")
     return float(np.corrcoef(x, y)[0, 1])
@@ -241,7 +241,7 @@ def correlation(x: np.ndarray, y: np.ndarray) -> float:
 
 def _frame(values: Sequence[Tensor]) -> pd.DataFrame:
     """Return one column a tensor `[L, H]`, a row a head, without rows that lack a value."""
-    return pd.DataFrame({place: each.cpu().double().flatten() for place, each in enumerate(values)}).dropna()
+    return pd.DataFrame({column: each.cpu().double().flatten() for column, each in enumerate(values)}).dropna()
 
 
 # --- figures

@@ -20,7 +20,7 @@ from experiments.analyses.common import (
     Analysis,
     CostMeter,
     ModelAnalysis,
-    Opened,
+    ModelWithData,
     head_set,
     mask_of,
     matrix,
@@ -107,7 +107,7 @@ class OneHead(ModelAnalysis):
 
 
 def available_scores(
-    opened: Opened, ids: list[Tensor], statistics: AttentionStatistics, heldout: int
+    opened: ModelWithData, ids: list[Tensor], statistics: AttentionStatistics, heldout: int
 ) -> dict[str, Tensor]:
     """Return every score `[L, H]` whose inputs can be measured here, by name; the random score is left out."""
     say("measuring the inputs of scores")

@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments import paper
-from experiments.analyses.common import ModelAnalysis, Opened, subplots
+from experiments.analyses.common import ModelAnalysis, ModelWithData, subplots
 from experiments.records import Record
 from saf.calibration import calibrate
 from saf.cli.output import say
@@ -356,7 +356,7 @@ def project_profiles(sample: dict[str, Tensor], reducer: Any) -> dict[str, np.nd
     return points | {name: reducer.transform(scaled[name]) for name in ("generated", "mean")}
 
 
-def _projections(settings: Distributions, opened: Opened, shown: Sequence[Head]) -> list[dict[str, Any]]:
+def _projections(settings: Distributions, opened: ModelWithData, shown: Sequence[Head]) -> list[dict[str, Any]]:
     """Return the plane of each shown head, from rows in the latter half of sequences that nothing was fitted to."""
     umap = importlib.import_module("umap")
     some = opened.windows(settings.profiles)[:, :-1]

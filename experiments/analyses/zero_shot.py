@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from experiments import paper
-from experiments.analyses.common import Computing, check_rates, subplots
+from experiments.analyses.common import RunsModel, check_rates, subplots
 from experiments.records import Record
 from saf.calibration.capture import measurable_heads
 from saf.cli.output import say
@@ -50,13 +50,13 @@ CHOICES: dict[str, dict[str, Any]] = {
     "random": {"score": "random"},
     "joint_cost": {"score": "forward_kl", "joint_cost": True},
 }
-"""Settings of an event by the name of its choice of heads."""
+"""The settings of `FreezeConfig` by the name of a way to choose heads."""
 STYLES = {" pruned": "--", " in linear time": ":"}
-"""Lines of controls, in the colour of the score whose heads they have."""
+"""Line styles of controls in the figure, in the colour of the score whose heads they have."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class ZeroShot(Computing):
+class ZeroShot(RunsModel):
     """Freeze heads of a trained model by each score at each rate, and compare its zero-shot accuracy by question.
 
     With --out every arm is written as it ends, and the same command continues. To measure arms side by side on several
@@ -108,9 +108,9 @@ class ZeroShot(Computing):
     """Begin each window with the tokenizer's BOS."""
 
     def measure(self) -> dict[str, Any]:
-        """Return the record; raise InputError if the arms to continue are of another model, data or settings."""
+        """Return the record; raise InputError if files of arms are of another model, data or settings."""
         if self.arms and self.out is None:
-            raise InputError("--arms are of a record to continue; give --out")
+            raise InputError("--arms needs --out, where the files of arms are kept")
         names = ("ordinary", *self.plan)
         for name in self.arms:
             check_name("--arms", name, names)
@@ -126,7 +126,7 @@ class ZeroShot(Computing):
         return {**record, "missing": missing} if missing else record
 
     def _head(self, opened: OpenedModel) -> dict[str, Any]:
-        """Return what the record begins with: its header, then model, longest input, precision and eligible heads."""
+        """Return the first entries of the record: its header, model, longest input, precision and eligible heads."""
         data = {name: text.fingerprint for name, text in self.texts(opened).items()}
         device, hashes = device_name(pick_device(self.device)), {"model": opened.source.hash}
         head = self.header(device=device, checkpoints=hashes, data=data)
@@ -143,14 +143,15 @@ class ZeroShot(Computing):
 
     @cached_property
     def plan(self) -> dict[str, tuple[str, float, str | None]]:
-        """The arms by title: score or control, rate, and the arm whose heads a control has."""
+        """The arms by title: score or control, rate, and for a control the arm whose heads it has."""
         arms: dict[str, tuple[str, float, str | None]] = {}
         for score, rate in itertools.product(self.scores, self.rates):
             title = f"{score} {percent(rate)}"
             arms[title] = score, rate, None
-            controls = [f"{score} pruned"] + [f"{score} in linear time"] * (score == "joint_cost")
-            for control in controls * self.controls:
-                arms[f"{control} {percent(rate)}"] = control, rate, title
+            if self.controls:
+                arms[f"{score} pruned {percent(rate)}"] = f"{score} pruned", rate, title
+            if self.controls and score == "joint_cost":
+                arms[f"{score} in linear time {percent(rate)}"] = f"{score} in linear time", rate, title
         return arms
 
     def open(self) -> OpenedModel:
@@ -158,7 +159,7 @@ class ZeroShot(Computing):
         return open_model(self.model, self.data, self.device, precision=self.precision)
 
     def texts(self, opened: OpenedModel) -> dict[str, TokenData]:
-        """Return the model's text and, where there is one, the other, which its tokenizer reads."""
+        """Return the text for calibration and, with --other, that one, in tokens of the same tokenizer."""
         if (data := opened.data) is None:
             return {}
         texts = {"calibration": data}
@@ -207,7 +208,7 @@ class ZeroShot(Computing):
             for group, arms in groups.items():
                 changes = [a["tasks"][name]["change"]["difference"] if name else a["mean_difference"] for a in arms]
                 points = [(100 * arm["share"], 100 * change) for arm, change in zip(arms, changes, strict=True)]
-                control = next((words for words in STYLES if group.endswith(words)), "")
+                control = next((suffix for suffix in STYLES if group.endswith(suffix)), "")
                 style = {"color": f"C{scores.index(group.removesuffix(control))}", "ls": STYLES.get(control, "-")}
                 axis.plot(*zip((0, 0), *points, strict=True), marker="o", markersize=3, label=group, **style)
             axis.axhline(0, color="grey", lw=0.8)
@@ -225,11 +226,11 @@ class ZeroShot(Computing):
 
 @dataclass(frozen=True)
 class Study:
-    """The arms of one study: each is measured once and, with --out, written to a file of its own."""
+    """The arms of one study: each is measured once and, with --out, written to a file of its own, its piece."""
 
     settings: ZeroShot
     head: Record
-    """What the record begins with."""
+    """The first entries of the record: its header, model, longest input, precision and eligible heads."""
     pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def path(self, name: str) -> Path | None:
@@ -240,10 +241,11 @@ class Study:
         return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
 
     def has(self, name: str) -> bool:
+        """Return whether an arm has been measured."""
         return name in self.pieces or ((path := self.path(name)) is not None and path.is_file())
 
     def piece(self, name: str, measure: Callable[[], Record]) -> dict[str, Any]:
-        """Return an arm, from its file where there is one; raise InputError for one of other origin."""
+        """Return an arm, from its file if there is one, else measured; raise InputError for a file of another study."""
         if name not in self.pieces:
             path = self.path(name)
             if path is not None and path.is_file():
@@ -257,19 +259,19 @@ class Study:
         return self.pieces[name]
 
     def arm(self, title: str) -> dict[str, Any] | None:
-        """Return what an arm froze, and the model's measurements; None for a control of an arm that froze nothing."""
-        score, rate, of = self.settings.plan[title]
+        """Return an arm's heads and measurements; None for a control of an arm that froze nothing."""
+        score, rate, control_of = self.settings.plan[title]
         event: dict[str, Any] = {"max_fit_kl": self.settings.max_fit_kl}
-        if of is None:
+        if control_of is None:
             event |= {**CHOICES[score], "count": heads_at_rate(rate, self.head["eligible"]), "storage": "compact"}
             event |= {"seed": self.settings.calibration_seed} if score == "random" else {}
-        elif self.settings.arms and of not in self.settings.arms and not self.has(of):
-            raise InputError(f"the arm {title!r} has the heads of {of!r}; measure that one first")
-        elif not (heads := (self.arm(of) or {})["facts"]["heads"]):
+        elif self.settings.arms and control_of not in self.settings.arms and not self.has(control_of):
+            raise InputError(f"the arm {title!r} has the heads of {control_of!r}; measure that one first")
+        elif not (heads := (self.arm(control_of) or {})["facts"]["heads"]):
             return None
         elif score.endswith("pruned"):
             event = {"heads": tuple(map(tuple, heads)), "operation": "prune"}
-        else:  # in linear time heads pass again that passed when they were chosen
+        else:  # "in linear time"; the limit is high, since these heads passed when they were chosen
             event = {"heads": tuple(map(tuple, heads)), "storage": "exponential", "max_fit_kl": 10.0}
 
         def measure() -> dict[str, Any]:
@@ -285,28 +287,29 @@ class Study:
         assert data is not None
         say(f"{title}: calibrating on {count} sequences of {length:,} tokens")
         windows = calibration_windows(data, length=length, count=count, seed=seed)
-        ids = self._begun(opened, windows).split(self.settings.batch_size)
+        ids = self._with_bos(opened, windows).split(self.settings.batch_size)
         heldout = None
         if config.joint_cost:
             # Windows from all over the partition, so that they are of many documents.
-            every = sequential_windows(data.tokens("controller"), length)[:, :-1]
-            chosen = torch.linspace(0, len(every) - 1, min(self.settings.choosing, len(every))).long()
-            heldout = self._begun(opened, every[chosen]).split(1)
+            all_windows = sequential_windows(data.tokens("controller"), length)[:, :-1]
+            chosen = torch.linspace(0, len(all_windows) - 1, min(self.settings.choosing, len(all_windows))).long()
+            heldout = self._with_bos(opened, all_windows[chosen]).split(1)
         with autocast(pick_device(self.settings.device), self.settings.precision):
             return freeze_(opened.model, ids, config, heldout=heldout, accept_loss=True, allow_empty=True)
 
     def states(self, opened: OpenedModel, title: str) -> dict[str, Any]:
-        states = {"at once": self._measured(opened, title)}
+        """Return the measurements of a model, "at once" and, with --heal, "healed"."""
+        states = {"at once": self._measure(opened, title)}
         if self.settings.heal:
             assert opened.data is not None
             text, seed = opened.data.tokens("train"), self.settings.calibration_seed
             count = max(1, self.settings.heal // self.head["length"])
             windows = shuffled_windows(text, 0, count, length=self.head["length"], seed=seed)
-            heal_(opened.model, self._begun(opened, windows), precision=self.settings.precision)
-            states["healed"] = self._measured(opened, f"{title}, healed")
+            heal_(opened.model, self._with_bos(opened, windows), precision=self.settings.precision)
+            states["healed"] = self._measure(opened, f"{title}, healed")
         return states
 
-    def _measured(self, opened: OpenedModel, title: str) -> dict[str, Any]:
+    def _measure(self, opened: OpenedModel, title: str) -> dict[str, Any]:
         """Return the answers to the tasks, and the losses of windows of the texts."""
         settings, longest, answers, texts = self.settings, self.head["length"], {}, {}
         if settings.tasks:
@@ -330,8 +333,8 @@ class Study:
     def _bos(self, opened: OpenedModel) -> int | None:
         return opened.encoder().require_bos(self.settings.model) if self.settings.bos else None
 
-    def _begun(self, opened: OpenedModel, windows: Tensor) -> Tensor:
-        """Return windows with the token that begins a text in place of their first one, where the settings say so."""
+    def _with_bos(self, opened: OpenedModel, windows: Tensor) -> Tensor:
+        """Return windows whose first token is replaced by the BOS, if --bos is set."""
         if (bos := self._bos(opened)) is not None:
             windows = windows.clone()
             windows[:, 0] = bos
@@ -339,7 +342,7 @@ class Study:
 
 
 def _facts(report: FreezeReport, score: str, rate: float, eligible: int) -> dict[str, Any]:
-    """Return what an event chose: its heads, their thirds of the layers, medians of their fits' KL and of scores."""
+    """Return an arm's name, heads, their number in each third of the layers, and medians of their fits and scores."""
     statistics, heads, label = report.statistics, report.heads, percent(rate)
     layers = len(statistics.variance)
     if len(heads) != report.requested:
@@ -359,7 +362,7 @@ def _facts(report: FreezeReport, score: str, rate: float, eligible: int) -> dict
     }
 
 
-# --- what arms differ by from the ordinary model
+# --- changes of arms from the ordinary model
 
 
 def _record(ordinary: Record, pieces: Sequence[Record]) -> dict[str, Any]:
@@ -375,7 +378,10 @@ def _check_origin(piece: Record, head: Record, path: Path) -> None:
 
 
 def _by_state(own: Record, ordinary: Record | None = None) -> dict[str, Any]:
-    """Return measurements without single answers and windows, at once and `healed`, with paired changes."""
+    """Return measurements without single answers and windows, with changes from those of the ordinary model, paired.
+
+    Those at once are entries themselves; those after healing are in the entry `healed`.
+    """
     states = {state: _state(each, ordinary and ordinary[state]) for state, each in own.items()}
     return {**states.pop("at once"), **states}
 
@@ -442,7 +448,7 @@ def _texts_table(record: Record) -> Part:
     for arm in record["arms"]:
         row = [arm["name"], len(arm["heads"])]
         for state in states:
-            own = arm.get(state, arm)
+            own = arm.get(state, arm)  # measurements at once are the arm's own entries
             for text in own["texts"].values():
                 change = text["change"]
                 rise, low, high = (

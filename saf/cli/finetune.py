@@ -53,13 +53,16 @@ class Command(TrainFlags):
             return show_result(lambda: finetune(self.config, epochs=self.epochs, resume=self.resume), self)
         if self.epochs is not None:
             raise InputError("epochs has no effect with like, whose updates are taken over; leave one of them out")
-        begun = (Path(self.out) / "config.json").exists()
-        return show_result(lambda: pretrain(self.config, resume=self.resume and begun), self)
+        has_begun = (Path(self.out) / "config.json").exists()
+        return show_result(lambda: pretrain(self.config, resume=self.resume and has_begun), self)
 
 
-_SHOWN = ("data", "out", "parent", "resume", "task", "examples", "epochs", "like", "batch_size", "updates", "peak_lr")
+_OF_TASK = ("batch_size", "updates", "peak_lr")  # their defaults are the task's
 FIRST = {
-    Command: (*_SHOWN, "seed", "device", "freeze", "json"),
+    Command: (
+        *("data", "out", "parent", "resume", "task", "examples", "epochs", "like", *_OF_TASK),
+        *("seed", "device", "freeze", "json"),
+    ),
     FinetuneSettings: ("test", "tokenizer"),
     **FIRST_OF_FREEZING,
 }
@@ -77,12 +80,12 @@ def parse_words(words: Sequence[str]) -> Command:
     early = EarlyFlags.of(words)
     if early.out is None or not (early.parent or early.resume):
         if {"-h", "--help", "--help-all"} & set(words):
-            shown = [name for name in FIRST[Command] if name not in ("batch_size", "updates", "peak_lr")]
+            shown = [name for name in FIRST[Command] if name not in _OF_TASK]
             return parse(Command, words, prog="saf finetune", first={**FIRST, Command: shown})
         raise InputError("finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out")
-    base = _base(early, early.out)
-    of = lambda kind: {each.name: base[each.name] for each in fields(kind) if each.name in base}  # noqa: E731
-    config, examples = TrainConfig(**of(TrainConfig)), FinetuneSettings(**of(FinetuneSettings))
+    base = _base_settings(early, early.out)
+    base_of = lambda kind: {each.name: base[each.name] for each in fields(kind) if each.name in base}  # noqa: E731
+    config, examples = TrainConfig(**base_of(TrainConfig)), FinetuneSettings(**base_of(FinetuneSettings))
     default = replace(Command.of(config), examples=examples)
     flags = parse(Command, words, prog="saf finetune", default=default, first=FIRST)
     changes = changes_of(flags, default) | {"parent": base["parent"]}
@@ -104,6 +107,7 @@ def parse_words(words: Sequence[str]) -> Command:
 
 
 def _with_data_of_task(words: Sequence[str]) -> list[str]:
+    """Return the words with `--task FILE.jsonl` written as `--task jsonl --data FILE.jsonl`."""
     words = [part for word in words for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
     for at, (flag, value) in enumerate(pairwise(words)):
         if flag == "--task" and is_json_lines(value):
@@ -111,9 +115,10 @@ def _with_data_of_task(words: Sequence[str]) -> list[str]:
     return words
 
 
-def _base(early: EarlyFlags, out: Path) -> dict[str, Any]:
-    """Return the settings that flags change: those of the run to resume, of the run to be like, or of the task."""
-    if early.resume:  # the run may still be choosing its epochs
+def _base_settings(early: EarlyFlags, out: Path) -> dict[str, Any]:
+    """Return the settings that flags change: those of the run to resume, of the run given by --like, or of the task."""
+    if early.resume:
+        # A run that is still choosing its number of epochs has no config.json yet.
         recorded = recorded_config(out) if early.resumed else pending_choice(out)
         if recorded is not None:
             if early.parent is not None and not (
