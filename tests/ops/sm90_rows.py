@@ -148,6 +148,11 @@ def fused_rows() -> Iterator[tuple[str, list[Launch]]]:
                 yield f"few {name}", recorded(fused_forward, *few, *layer(kinds[:3], range(3)))
                 operands = value, query, query[:, :1], value[:, :1], value, lse
                 yield f"grouped {name}", recorded(fused_backward, *operands, *layer(kinds, (0, 0, 0, 0)))[1:2]
+            if dtype == torch.bfloat16 and dim == 64:  # numbers of heads are compile-time constants where they are 1
+                one = [x[:, :0] for x in (query, query)] + [value[:, :1]]
+                yield f"one head {name}", recorded(fused_forward, *one, *layer(kinds[2:3], range(1)))
+                operands = value[:, :1], *one, value[:, :1], lse[:, :0]
+                yield f"one head {name}", recorded(fused_backward, *operands, *layer(kinds[2:3], range(1)))
 
 
 def decode_rows() -> Iterator[tuple[str, list[Launch]]]:
@@ -161,10 +166,12 @@ def decode_rows() -> Iterator[tuple[str, list[Launch]]]:
                 maps = [empty(kv + 2, dtype=whole), empty(kv + 2, 4, dtype=whole)] if frozen else []
                 patterns = [empty(3, 512, dtype=dtype), empty(3, 512), empty(3, 512)] if frozen else []
                 pad, out = empty(2, dtype=torch.int64), empty(2, 1, live + frozen, dim, dtype=dtype).transpose(1, 2)
-                yield (
-                    f"{NAMES[dtype]} D{dim} {live}+{frozen}",
-                    recorded(decode, *operands, maps, patterns, place, pad, 0.125, out),
-                )
+                name, tables = f"{NAMES[dtype]} D{dim} {live}+{frozen}", (maps, patterns)
+                yield name, recorded(decode, *operands, *tables, place, pad, 0.125, out)
+                if dtype == torch.bfloat16 and dim == 64:
+                    yield f"host {name}", recorded(decode, *operands, *tables, 511, None, 0.125, out)
+                    if frozen and live:  # frozen heads decode from a state
+                        yield f"state {name}", recorded(decode, *operands, maps, [], place, pad, 0.125, out[:, :live])
 
 
 def small_rows() -> Iterator[tuple[str, list[Launch]]]:
