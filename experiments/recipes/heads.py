@@ -296,8 +296,8 @@ RECIPES["qwen_zeroshot"] = Recipe(
         f"Weights are {_QWEN} of the hub, or a folder of that name. Calibration text is the folder {_TEXT}, made by "
         f"`saf data prepare FILES --tokenizer {_QWEN} --out {_TEXT}`; the paper's is FineWeb-Edu.",
         "Questions are the hub's, or those of `--questions FOLDER` where it has the public files of all five tasks.",
-        "`--show --tables FOLDER` makes the figure of the record. The paper's 124M is answered by `saf evaluate RUN "
-        "--tasks` of each arm and compared by `saf compare`, with Holm's correction.",
+        "`--show --tables FOLDER` makes the figure of the record. docs/tasks.md has the commands for two runs of "
+        "124M: `saf evaluate --tasks` answers, `saf compare` corrects by Holm.",
     ),
 )
 

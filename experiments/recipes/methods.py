@@ -173,9 +173,6 @@ PATTERNS = {
 }
 """Patterns by their names in arms; the values are the names in analyses and in `saf.targets`."""
 _RATES = ("10", "25", "50", "75")
-# Rows come in this order: the rates of every other table first, then the others, with sampled patterns last.
-_ORDER = [(pattern, rate) for rate in ("25", "50") for pattern in PATTERNS]
-_ORDER += [(p, r) for p in ("mean", "sharp-mean", "structured-random", "gaussian", "dirichlet") for r in ("10", "75")]
 _DISTANCES = {
     **{"squared_error": "squared error", "kl": "KL from the mean", "hellinger": "squared Hellinger"},
     "total_variation": "total variation",
@@ -203,11 +200,12 @@ RECIPES["rates_and_patterns"] = Recipe(
         *(
             Row(
                 arm=f"4k-{pattern}-{rate}",
-                label=f"{PATTERNS[pattern]} {rate}%",
+                label=f"{pattern.replace('-', ' ')} {rate}%",
                 reference="4k-ordinary",
                 paper=_PRIOR_PAPER.get((pattern, rate), {}),
             )
-            for pattern, rate in _ORDER
+            for rate in _RATES
+            for pattern in PATTERNS
         ),
     ),
     figures=(
@@ -218,7 +216,7 @@ RECIPES["rates_and_patterns"] = Recipe(
             alike=False,
             panels={
                 title: {
-                    PATTERNS[pattern]: {f"{rate}%": (f"4k-{pattern}-{rate}", "delta") for rate in rates}
+                    pattern.replace("-", " "): {f"{rate}%": (f"4k-{pattern}-{rate}", "delta") for rate in rates}
                     for pattern in PATTERNS
                 }
                 for title, rates in (("to 50%", _RATES[:3]), ("all rates", _RATES))
@@ -272,7 +270,7 @@ def _scored(k: str, score: str, rate: float, **paper: str) -> Row:
     """Return the row of a score at a context and rate; `paper` has the paper's numbers by metric."""
     return Row(
         arm=tracked(k, score, rate),
-        label=f"{k.upper()} {score} {rate:.0%}",
+        label=f"{k.upper()} {score.replace('_', ' ')} {rate:.0%}",
         reference=f"{k}-tracked-ordinary",
         against=None if score == "variance" else tracked(k, "variance", rate),
         paper=paper,
