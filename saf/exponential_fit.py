@@ -49,23 +49,22 @@ class ExponentialFit:
     free_keys: int  # number of keys with a logit of their own
 
 
-def fit_exponential(
-    eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, num_poles: int = _POLES[0]
-) -> ExponentialPattern:
+def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs: int = _POLES[0]) -> ExponentialPattern:
     """Return exponential patterns fitted to targets with these marginals `[..., T]`, in float64.
 
-    The first `band` distances have free weights, and `num_poles` poles, two of them without frequency, give the others.
-    Every key has a logit of its own. `saf.fit_kl(pattern.to_compact(), ...)` measures the fit, and this function sets
-    no limit to it, unlike `fit_exponential_heads`. Raises InputError for marginals that no causal pattern has.
+    The first `band` distances have free weights; `pairs` is the number of poles, two of them without frequency, that
+    give the others. Every key has a logit of its own. `saf.fit_kl(pattern.to_compact(), ...)` measures the fit, and
+    this function sets no limit to it, unlike `fit_exponential_heads`. Raises InputError for marginals that no causal
+    pattern has.
     """
-    if band < 1 or num_poles < _DECAYS:
-        raise InputError(f"band must be at least 1 and num_poles at least {_DECAYS}, got {band} and {num_poles}")
+    if band < 1 or pairs < _DECAYS:
+        raise InputError(f"band must be at least 1 and pairs at least {_DECAYS}, got {band} and {pairs}")
     eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
     shape, length = eta_abs.shape, eta_abs.shape[-1]
     targets = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
     alpha, rho, _ = fit_proportional(*targets)
     compact = CompactPattern.from_parameters(alpha, rho).canonical()
-    fits = _fit(compact, *targets, band=band, num_poles=num_poles, short=False)
+    fits = _fit(compact, *targets, band=band, num_poles=pairs, short=False)
     patterns: list[Any] = [full.pattern for full, _ in fits]
     stacked = ExponentialPattern.stack(patterns).to(device=eta_abs.device)
     return stacked.map(lambda _, x: x.reshape(*shape[:-1], x.shape[-1]))

@@ -43,7 +43,7 @@ class Command:
     settings: Annotated[bench.Speed, tyro.conf.OmitArgPrefixes]
     """These settings say what is timed, and how."""
     folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = None
-    """Time this folder's model with its own frozen heads, in place of --model."""
+    """Time this folder's model with its own frozen heads, in place of --model; op times presets alone."""
     out: Path | None = None
     """Write the record to this new JSON file."""
     json: bool = False

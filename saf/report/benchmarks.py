@@ -109,7 +109,7 @@ def _cells(row: Record, control: Record | None, free: Record | None) -> dict[str
         times[name] = number(row[f"{side}_ms"]) + (f" ({number(rate, 3)})" if rate else "")
     return {
         "point": shape(row["point"]),
-        "baseline": _kernel_name(row["baseline"].removeprefix("ordinary ")),
+        "baseline": _baseline(row),
         "arm": _arm_name(row),
         **times,
         "speedup": REFUSED if ratio is None else f"{ratio:.3f}×",
@@ -148,7 +148,8 @@ def _refusals(record: Record) -> Iterator[str]:
             equal = "two ordinary models" if control.get("model") else "two times the same ordinary heads"
             reason = f"{equal} differ by {100 * abs(control['ratio'] - 1):.2f}%"
         if reason:
-            yield f"Refused: {table_title(group[0])}, {shape(group[0]['point'])}: {reason}."
+            at = f"{shape(group[0]['point'])} against {_baseline(group[0])}"
+            yield f"Refused: {table_title(group[0])}, {at}: {reason}."
 
 
 def _missing(record: Record) -> Iterator[str]:
@@ -188,6 +189,10 @@ def _arm_name(row: Record) -> str:
 def _edited_name(row: Record) -> str:
     share = f"{100 * row['rate']:g}%"
     return f"{share} pruned" if row["backend"] == PRUNED else f"{share} frozen, {row['backend']}"
+
+
+def _baseline(row: Record) -> str:
+    return _kernel_name(row["baseline"].removeprefix("ordinary "))
 
 
 def _kernel_name(kernel: str) -> str:

@@ -87,7 +87,7 @@ def test_a_head_beyond_the_limits_stays_compact():
 
 def test_wrong_settings_are_refused():
     ones = torch.ones(5)
-    for options in ({"band": 0}, {"num_poles": 1}):
+    for options in ({"band": 0}, {"pairs": 1}):
         with pytest.raises(InputError, match="at least"):
             fit_exponential(ones, ones, **options)
 

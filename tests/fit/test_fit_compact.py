@@ -203,6 +203,7 @@ def test_checked_targets_satisfy_all_three_relations_exactly():
         (lambda a, r: (r, r), {}, r"T\(T-1\)/2 = 435; got"),
         (lambda a, r: (a, r), {"fitter": "fft"}, "one of proportional, adam, dense, got 'fft'"),
         (lambda a, r: (a, r), {"steps": 5}, "takes tolerance, max_sweeps; got steps"),
+        (lambda a, r: (a, r), {"fitter": "adam", "tolerance": 1.0}, "takes steps; got tolerance"),
         (lambda a, r: (a, r), {"fitter": "adam", "steps": 0}, "steps must be at least 1"),
     ],
 )

@@ -160,8 +160,10 @@ W = random_pattern(4).dense()
     [
         (lambda: CompactPattern.from_parameters(W[0], W[0, :3]), InputError, r"'alpha': \[4\], 'rho': \[3\]"),
         (lambda: CompactPattern.from_parameters(W[0], W[0].log()), InputError, "rho must be .* finite"),
+        (lambda: CompactPattern.from_parameters(W[0].long(), W[0].long()), InputError, "floating"),
         (lambda: CompactPattern.from_parameters(W[:, :0], W[:, :0]), InputError, "T >= 1"),
         (lambda: DensePattern(W[:, :3]), InputError, "T, T"),
+        (lambda: DensePattern(W.long()), InputError, "floating"),
         (lambda: DensePattern(W * 1.001), InputError, "sum to 1"),
         (lambda: DensePattern(W.roll(1, -1)), InputError, "causal"),
         (lambda: DensePattern(W - 2 * torch.eye(4)), InputError, "non-negative"),
