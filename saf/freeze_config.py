@@ -107,8 +107,8 @@ class FreezeConfig:
     trainable: bool = False
     """Train key and distance logits with the model, from their fit on, instead of keeping them fixed."""
     fitter_options: dict[str, Any] = field(default_factory=dict)
-    """Pass these further arguments to the fitter, by name; on the command line such as: steps 200. Exponential storage
-    takes those of `fit_exponential_heads`, too, such as: band 64."""
+    """Pass these further arguments to the fitter, by name; on the command line such as: steps 200. With storage named
+    exponential, those of `fit_exponential_heads` too, such as: band 64."""
     pattern_options: dict[str, Any] = field(default_factory=dict)
     """Pass these further arguments to the pattern, by name; on the command line such as: scale 4."""
 

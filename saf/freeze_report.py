@@ -142,7 +142,9 @@ class FreezeReport:
     def known(self) -> dict[str, Any]:
         """Return what a model's configuration keeps: the heads, how they were chosen, and their cost."""
         choice = {"kind": self.kind, "pattern": self.config["pattern"], "named": self.config["heads"] is not None}
-        return choice | {name: value for name, value in self.to_dict().items() if name in _KNOWN}
+        values = self.to_dict()
+        note = {"budget_note": words} if (words := budget_words(values)) else {}
+        return choice | {name: value for name, value in values.items() if name in _KNOWN} | note
 
     def tensors(self) -> dict[str, Tensor]:
         """Return marginals `[L, H, T]`, statistics `[L, H]` and, of fitted patterns, their logits `[F, T]`.

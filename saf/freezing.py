@@ -108,7 +108,8 @@ def freeze_(
     def choose() -> FreezeReport:
         """Lines 4 to 20 of the algorithm: the first process measures and decides for all."""
         sequences = read_sequences(batches)
-        _check(adapter, sequences, config, allow_empty)
+        check_event(adapter, sequences, config, allow_empty=allow_empty)
+        _warn_of_length(adapter.max_length, sequences.length, config)
         choosing, reporting = _texts(adapter, sequences, heldout, config, training=optimizer is not None)
 
         # Line 4: measure attention and its variance, Eq. (1), in evaluation mode, weights held fixed.
@@ -158,6 +159,8 @@ def freeze_(
 
         in_all = {kind: len(adapter.heads(kind)) for kind in EDITED}
         in_all[config.kind] += len(heads)
+        # Pruned heads have no patterns: their record names no storage, so that it is settings again.
+        stored = {} if config.operation == "prune" else {"storage": config.storage_at(statistics.length)}
         return FreezeReport(
             heads=heads,
             deferred=deferred,
@@ -166,7 +169,7 @@ def freeze_(
             requested=k,
             scores=scores[config.score],
             statistics=statistics,
-            config=config.to_dict() | {"storage": config.storage_at(statistics.length)},
+            config=config.to_dict() | stored,
             in_all=in_all,
             seconds=timer.seconds,
             joint_cost=joint,
@@ -254,29 +257,33 @@ def _in_linear_time(fit: FittedHead, form: ExponentialFit, max_fit_kl: float) ->
 # --- before line 4: what is checked and read
 
 
-def _check(adapter: Adapter, sequences: Sequences, config: FreezeConfig, allow_empty: bool) -> None:
-    """Raise a SafError for what cannot be measured or frozen, and warn of lengths that are not the model's."""
-    longest, sites, length = adapter.max_length, adapter.sites(), sequences.length
-    freezes = config.operation == "freeze"  # pruned heads have no pattern that ends
-    if freezes and longest is not None and length != longest:
-        effect = "attention is measured beyond its context"
-        if length < longest:
-            effect = "once heads are frozen, longer inputs are refused"
-        warnings.warn(
-            f"calibration has {length} tokens, the model takes up to {longest}: {effect}; calibrate on {longest} "
-            "tokens unless this is intended",
-            **{**_AT_CALLER, "category": LengthWarning if length < longest else SafWarning},
-        )
+def check_event(adapter: Adapter, sequences: Sequences, config: FreezeConfig, *, allow_empty: bool) -> None:
+    """Raise a SafError for what an event of these settings cannot measure or freeze."""
+    sites = adapter.sites()
     check_heads(config, [site.layout for site in sites], allow_empty=allow_empty)
     if config.heads is not None:
         measurable_heads(adapter, config.heads)
     config.check_calibration(sequences=sequences.num_distinct)
     if "gates" in config.needs:
         adapter.check_next_token()
-    if freezes:
-        kinds = {"trainable": config.trainable, "exponential": config.storage_at(length) == "exponential"}
+    if config.operation == "freeze":
+        kinds = {"trainable": config.trainable, "exponential": config.storage_at(sequences.length) == "exponential"}
         for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
             choose_backend(config.backend, device=device, dtypes=dtypes, **kinds)
+
+
+def _warn_of_length(longest: int | None, length: int, config: FreezeConfig) -> None:
+    """Warn of calibration sequences that are not of the model's length; pruned heads have no pattern that ends."""
+    if config.operation == "prune" or longest is None or length == longest:
+        return
+    effect = "attention is measured beyond its context"
+    if length < longest:
+        effect = "once heads are frozen, longer inputs are refused"
+    warnings.warn(
+        f"calibration has {length} tokens, the model takes up to {longest}: {effect}; calibrate on {longest} "
+        "tokens unless this is intended",
+        **{**_AT_CALLER, "category": LengthWarning if length < longest else SafWarning},
+    )
 
 
 def _texts(

@@ -275,7 +275,8 @@ def _event_line(event: dict[str, Any]) -> str:
     if event.get("loss_before") is not None:
         rise = signed(100 * perplexity_rise(event["loss_before"], event["loss_after"]), 1)
         losses = f"{event['loss_before']:.4f} nats before, {event['loss_after']:.4f} after"
-        parts.append(f"{event.get('loss_text', 'held-out')} loss {losses} (perplexity {rise})")
+        note = event.get("budget_note", "")
+        parts.append(f"{event.get('loss_text', 'held-out')} loss {losses} (perplexity {rise}){note}")
     if event.get("worst_layer"):
         parts.append(worst_layer_words(event["worst_layer"]))
     if event.get("healing"):

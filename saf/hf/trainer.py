@@ -24,10 +24,11 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
 from saf.calibration import read_batches, read_sequences
-from saf.calibration.capture import check_vocabulary, measurable_heads
+from saf.calibration.capture import check_vocabulary
 from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
-from saf.freeze_config import FreezeConfig, check_heads
+from saf.freeze_config import FreezeConfig
+from saf.freezing import check_event
 from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, restore_
 from saf.heads import EDITED
 from saf.heldout import heldout_loss
@@ -228,16 +229,13 @@ class FreezeCallback(TrainerCallback, ExportableState):
         check_editable(model, optimizer)
         adapter = adapter_for(model)
         check_vocabulary(adapter, [*self._calibration, *self._heldout])
-        self.config.check_calibration(sequences=read_sequences(self._calibration).num_distinct)
-        if self._heldout or "gates" in self.config.needs:
+        if self._heldout:
             adapter.check_next_token()
 
     def _check_choice(self, model: nn.Module, updates: int) -> None:
-        """Raise InputError for heads that cannot be chosen, and for rows longer than the patterns will be."""
+        """Raise a SafError for what the events cannot do, and for rows longer than the patterns will be."""
         adapter, config = adapter_for(model), self.config
-        check_heads(config, [site.layout for site in adapter.sites()], allow_empty=config.asks_for_none)
-        if config.heads is not None:
-            measurable_heads(adapter, config.heads)
+        check_event(adapter, read_sequences(self._calibration), config, allow_empty=config.asks_for_none)
         if config.operation != "freeze" or config.asks_for_none:
             return
         # The last token of a held-out sequence is a target, no input.

@@ -106,6 +106,9 @@ def test_recorded_settings_repeat_an_event_and_another_seed_draws_other_patterns
     assert not torch.equal(one.patterns.alpha, other.patterns.alpha)
     lists = saf.FreezeConfig(heads=((1, 2), (0, 3)), pattern="dirichlet", pattern_options={"scale": 4.0})
     assert saf.FreezeConfig(**json.loads(json.dumps(lists.to_dict()))) == lists
+    prune = saf.FreezeConfig(count=2, operation="prune")
+    for config, report in ((prune, saf.freeze_(make(2.0), [ids], prune)), (replace(first, storage="compact"), one)):
+        assert saf.FreezeConfig(**json.loads(json.dumps(report.config))) == config
 
 
 def test_heads_within_lists_limits_and_below_a_score():
