@@ -61,7 +61,8 @@ def fit_with_certificate(
         warnings.warn(
             f"{int((~certificate.converged).sum())} of {certificate.converged.numel()} patterns were not yet fitted "
             f"within {tolerance:g} (relative error up to {certificate.max_relative.max():.2g}): it matters little "
-            "where their fit KL is low" + ("; else raise fitter option max_sweeps" if fitter == "proportional" else ""),
+            "where their fit KL is low"
+            + ("; else raise max_sweeps in fitter_options (--fitter-options)" if fitter == "proportional" else ""),
             SafWarning,
             stacklevel=3,
         )

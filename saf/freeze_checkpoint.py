@@ -81,6 +81,8 @@ class CheckpointFreezing:
         for name in ("sequences", "length", "batch_size", "heldout_sequences", "heal"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise InputError(f"{name} must be at least 1, got {value}")
+        if self.config.budget is not None and self.config.budget >= 1:  # 100%: whoever writes 1 means 1%
+            raise InputError(f"budget must be a share below 1, such as 0.01 or 1%, got {self.config.budget:g}")
 
     def calibration_length(self, longest: int, *, most: int) -> int:
         """Return the length of calibration sequences, `longest` by default; raise InputError for more than `most`."""

@@ -92,8 +92,20 @@ def _lines(title: str, *commands: list[Any]) -> str:
 
 
 FIRST = {
-    Command: ("checkpoint", "config", "out", "data", "sequences", "length", "accept_loss", "heal", "device", "json"),
-    FreezeConfig: ("rate", "score", "budget"),
+    Command: (
+        "checkpoint",
+        "config",
+        "out",
+        "data",
+        "sequences",
+        "length",
+        "heldout_sequences",
+        "accept_loss",
+        "heal",
+        "device",
+        "json",
+    ),
+    FreezeConfig: ("rate", "score", "joint_cost", "budget"),
 }
 """The settings that `--help` shows."""
 

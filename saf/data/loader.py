@@ -143,8 +143,11 @@ def read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX_FILE
     restore_replaced_(folder)
     if not path.is_file():
-        problem = f"not a data folder, it has no {INDEX_FILE}" if folder.exists() else "no such data folder here"
-        raise DataError(f"{folder}: {problem}; give --data a folder that `saf data prepare` wrote")
+        problem = f"not a data folder, it has no {INDEX_FILE}" if folder.exists() else "no such file or data folder"
+        raise DataError(
+            f"{folder}: {problem}; give --data a folder that `saf data prepare` wrote, or a Hugging Face "
+            "model a file of text"
+        )
     index = read_json(path, error=DataError, advice=_AGAIN)
     if index.get("schema") != SCHEMA:
         raise DataError(f"{path}: schema must be {SCHEMA!r}, got {index.get('schema')!r}; {_AGAIN}")

@@ -207,7 +207,7 @@ def _prepare_cache_for_generation(
     if longest is not None and length > longest:
         raise InputError(
             f"prompt and new tokens must be at most {longest + 1} together, as the frozen heads' patterns cover "
-            f"{longest}, got {length + 1}: lower max_new_tokens"
+            f"{longest}, got {length + 1}: shorten the prompt or lower max_new_tokens"
         )
     return ordinary(model, generation_config, model_kwargs, mode, batch_size, length)
 

@@ -16,7 +16,7 @@ from saf.distributed import on_rank0
 from saf.errors import DataError, DivergenceError, InputError
 from saf.machine import Execution, device_name
 from saf.models import GPT
-from saf.models.adapter import language_model
+from saf.models.adapter import language_model, longest_input
 from saf.records.files import check_file, file_hash, read_tensors, write_json, write_tensors
 from saf.records.result import read_result, result_header
 from saf.tasks.base import Progress, Task, model_facts, precision_in_use, run_batches
@@ -195,11 +195,13 @@ def _log_probs(
 
 def _window_length(model: nn.Module, data: TokenData, length: int | None) -> int:
     """Return the window length; raise where the model cannot take it, or tokens of the data."""
-    longest, vocabulary = language_model(model).max_length, language_model(model).vocab_size
+    longest, vocabulary = longest_input(model), language_model(model).vocab_size
     if (length := longest if length is None else length) is None:
         raise InputError("length must be set: the model has no maximum of its own")
     if longest is not None and length > longest:
-        raise InputError(f"windows of {length:,} tokens are longer than the model's maximum of {longest:,}")
+        raise InputError(
+            f"windows of {length:,} tokens are longer than the model's maximum of {longest:,}: lower length"
+        )
     if vocabulary is not None and data.vocab_size > vocabulary:
         ids = f"the data's tokenizer has {data.vocab_size:,} ids, the model only {vocabulary:,}"
         raise DataError(f"{ids}; prepare data with the model's tokenizer")

@@ -54,7 +54,7 @@ def test_tokenizers_are_compared_where_the_training_data_are_not_visible(arms, t
     with pytest.raises(DataError, match="must have the tokenizer"):
         source.data(tmp_path / "foreign")
     assert source.data(tmp_path / "same").fingerprint != state["data_fingerprint"]
-    with pytest.raises(DataError, match="gone: no such data folder here; give --data"):
+    with pytest.raises(DataError, match="gone: no such file or data folder; give --data"):
         source.data(None)
     settings = state["settings"] | {"task": "boolq", "data": "train.jsonl"}
     finetuned = ModelFolder(opened.folder, replace(opened.checkpoint, state=state | {"settings": settings}))

@@ -91,7 +91,11 @@ def test_heads_stay_within_the_budget_or_nothing_is_written(base, saf, saf_json,
     assert result["joint_cost"]["rise"] <= 0.0954
     layer, head, _ = max(result["joint_cost"]["alone"], key=lambda each: each[2])
     none = (*text, "--budget", 1e-12, "--only", f"{layer}:{head}")
-    for rest, expected in ((none, "raise budget"), (("--data", tmp_path / "short.txt"), "or more text")):
+    for rest, expected in (
+        (none, "raise budget"),
+        ((*text, "--budget", 1), "budget must be a share below 1"),
+        (("--data", tmp_path / "short.txt"), "or more text"),
+    ):
         code, out, err = saf(*words, *rest, "--out", tmp_path / "none")
         assert (code, out, expected in err, (tmp_path / "none").exists()) == (2, "", True, False)
 

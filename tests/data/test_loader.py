@@ -68,7 +68,7 @@ def test_folders_that_cannot_be_used(folder, tmp_path):
         with pytest.raises(DataError, match=r"index.json.*prepare it again"):
             TokenData.open(folder)
     (folder / "index.json").write_text(json.dumps(index))
-    for path, words in ((tmp_path / "none", "no such data folder"), (tmp_path, "not a data folder")):
+    for path, words in ((tmp_path / "none", "no such file or data folder"), (tmp_path, "not a data folder")):
         with pytest.raises(DataError, match=words):
             TokenData.open(path)
     with pytest.raises(InputError, match="partition must be one of train, calibration, controller, report"):
