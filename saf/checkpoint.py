@@ -20,7 +20,7 @@ from saf.errors import CheckpointError, InputError
 from saf.frozen_state import description_of, load_weights_, restore_
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import adapter_for
-from saf.optimizer_state import accept_order
+from saf.optimizer_state import mark_head_order
 from saf.records.files import (
     check_file,
     entries_hash,
@@ -176,7 +176,7 @@ class Checkpoint:
                     raise CheckpointError(f"optimiser state {name}.{key} must have shape {shapes}")
             if state:
                 optimizer.state[parameter] = {key: value.to(device or parameter.device) for key, value in state.items()}
-        accept_order(optimizer)  # the state was saved for the heads in the order that the model has now
+        mark_head_order(optimizer)  # the state was saved for the heads in the order that the model has now
         return optimizer
 
     def tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:

@@ -108,7 +108,7 @@ def record_orders(rows: Mapping[Tensor, str | None], optimizer: Optimizer | None
             _orders[parameter] = text
     _checked.clear()
     if optimizer is not None:
-        accept_order(_inner_optimizer(optimizer))
+        mark_head_order(_inner_optimizer(optimizer))
 
 
 def check_order(optimizer: Optimizer) -> None:
@@ -129,17 +129,18 @@ def check_order(optimizer: Optimizer) -> None:
                     f"{type(optimizer).__name__}'s state must be of the attention heads as they are now, got that of "
                     "others; pass optimizer= to every edit, load a state saved since, or make a new optimizer"
                 )
-    accept_order(optimizer)
+    mark_head_order(optimizer)
 
 
 # Every optimiser is checked at its first step after an edit: one that was not passed can be seen in no other place.
 register_optimizer_step_pre_hook(lambda optimizer, *_: check_order(optimizer))
 
 
-def accept_order(optimizer: Optimizer) -> None:
-    """Mark the optimiser's groups with the heads that its state is of: those of their parameters.
+def mark_head_order(optimizer: Optimizer) -> None:
+    """Record in each group of the optimiser that its state belongs to the heads that its parameters have now.
 
-    Shares of weights (FSDP2) and other copies have no record, so that the mark that came with their state stays.
+    Copies of parameters, such as the shards of FSDP2, have no heads on record: their groups keep the digest that they
+    were loaded with.
     """
     digests = []
     for group in optimizer.param_groups:
