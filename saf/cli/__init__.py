@@ -1,4 +1,7 @@
-"""The `saf` command: imports the named verb's module alone, runs it, and turns errors into messages."""
+"""The `saf` command: imports the named verb's module alone, runs it, and turns errors into messages.
+
+Each module `saf.cli.VERB` has `parse_words(words)`, which returns its `Command`, and that has `run()`.
+"""
 
 import importlib
 import logging

@@ -22,8 +22,8 @@ def attention_shares(run: RecordedRun) -> tuple[float, float] | None:
     return mixing, (mixing + projections) * len(run.edited_heads) / run.num_heads
 
 
-def too_small(run: RecordedRun) -> str | None:
-    """Say why a run gains no time where its heads can save a small share of an update's operations; else None."""
+def note_if_too_small(run: RecordedRun) -> str | None:
+    """Return a sentence for a model that is too small to gain time: its heads can save few operations. Else None."""
     shares = attention_shares(run)
     if shares is None or shares[1] > WORTH_TIMING:
         return None

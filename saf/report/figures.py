@@ -1,4 +1,4 @@
-"""Pictures of training runs by matplotlib: SVG whose colours are CSS variables, so that it follows light and dark."""
+"""Figures of training runs by matplotlib, as SVG: its colours are CSS variables that follow light and dark mode."""
 
 import io
 import re
@@ -29,7 +29,7 @@ PALETTE = {
     "pruned": ("#a8326e", "#f08fbd"),
     "pruned-2": ("#7d4a9c", "#c99be8"),
 }
-"""Colours of the page by name: light, dark. Every light one differs, as figures are drawn in them."""
+"""Colours of the page by name: light, dark. Light ones are all different: `svg` replaces each by its variable."""
 COLOUR = {name: light for name, (light, _) in PALETTE.items()}
 STYLE: Any = {
     **{"svg.fonttype": "none", "font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False},
@@ -40,19 +40,19 @@ STYLE: Any = {
 WIDTH, HEIGHT = 6.2, 3.3
 """Inches of a figure: 446 pixels wide, so that its words can be read on a page 400 pixels wide."""
 LARGEST_CELL = 0.62
-"""Inches across one head of the map at most: a small model's map is no larger than the table next to it."""
+"""Largest width of a head in the map, in inches: a small model's map is no larger than the table next to it."""
 CURVE_POINTS, SMOOTH_POINTS = 400, 40
-"""Points of a curve of losses, and of their means: 40 of 5,000 updates are means of 125."""
+"""Points of the thin curve of losses and of the smooth one, each the mean of its share of the updates."""
 CELL = 24
 """Pixels across one head's pattern in the head map."""
-# Pixels cannot follow CSS: colours that show on light and on dark, more or less opaque.
+# Pixels cannot be CSS variables: these colours show on light and on dark, and opacity carries the value.
 _BLUE, _ORANGE = (0.15, 0.53, 0.74), (0.84, 0.52, 0.22)
-_EVIDENT = 2.0
-"""Powers of ten above uniform attention at which a pattern's blue is full."""
+_FULL_BLUE = 2.0
+"""A pattern is fully blue where attention is this many powers of ten above uniform attention."""
 
 
 def svg(draw: Callable[[Axes], None], *, name: str, height: float = HEIGHT) -> str:
-    """Return what `draw` puts on axes, as an SVG element; `name` makes its ids differ from other figures'."""
+    """Return the figure of `draw` as an SVG element; `name` makes its ids differ from those of other figures."""
     with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure.subplots())
@@ -97,7 +97,7 @@ def _draw_map(axis: Axes, run: RecordedRun) -> None:
     cells = np.zeros((layers, heads, CELL, CELL, 4))
     inner = cells[:, :, 1:-1, 1:-1]
     inner[..., :3] = _ORANGE
-    inner[..., 3] = 0.08 + 0.5 * _score_shares(freeze["scores"])[:, :, None, None] if freeze else 0.08
+    inner[..., 3] = 0.08 + 0.5 * _score_ranks(freeze["scores"])[:, :, None, None] if freeze else 0.08
     for layer, head in run.pruned_heads:
         inner[layer, head] = 0.0
     for layer, head in run.frozen_heads:
@@ -124,18 +124,18 @@ def _draw_map(axis: Axes, run: RecordedRun) -> None:
     axis.spines[:].set_visible(False)
 
 
-def _score_shares(scores: Sequence[Sequence[float | None]]) -> np.ndarray:
-    """Return each head's place among the scores, 0 the lowest and 1 the highest; 0 where there is none."""
+def _score_ranks(scores: Sequence[Sequence[float | None]]) -> np.ndarray:
+    """Return the rank of each head's score, from 0 for the lowest to 1 for the highest; 0 without a score."""
     values = np.array([[np.nan if one is None else one for one in row] for row in scores], dtype=float)
-    places = values.ravel().argsort().argsort().reshape(values.shape) / max(1, np.isfinite(values).sum() - 1)
-    return np.where(np.isfinite(values), places, 0.0)
+    ranks = values.ravel().argsort().argsort().reshape(values.shape) / max(1, np.isfinite(values).sum() - 1)
+    return np.where(np.isfinite(values), ranks, 0.0)
 
 
 def patterns(run: RecordedRun) -> list[np.ndarray]:
     """Return a small picture of each frozen head's pattern, in the order of `run.freeze`.
 
-    Queries run down and keys across, in even bins. A value is 0 for attention that is at most uniform over the keys
-    before a query, 1 for 100 times that.
+    Queries run down and keys across, in even bins. Above a faint base, a value is 0 for attention up to uniform over
+    the keys before the query, and 1 from 100 times that on.
     """
     pattern = _compact(run)
     if pattern is None:
@@ -147,7 +147,7 @@ def patterns(run: RecordedRun) -> list[np.ndarray]:
         query, starts = int(end) - 1, edges[: row + 1]
         logits = pattern.alpha[:, :end] + pattern.rho[:, :end].flip(-1) - pattern.log_z[:, query : query + 1]
         share = np.add.reduceat(logits.exp().numpy(), starts, axis=-1) / np.diff(np.append(starts, end))
-        pictures[:, row, : row + 1] = np.log10(np.maximum(share * end, 1e-9)) / _EVIDENT
+        pictures[:, row, : row + 1] = np.log10(np.maximum(share * end, 1e-9)) / _FULL_BLUE
     lower = np.tril(np.ones((size, size)))
     return [np.clip(picture, 0.0, 1.0) * 0.88 + 0.12 * lower for picture in pictures]
 
@@ -172,7 +172,9 @@ def loss(runs: Sequence[RecordedRun], names: Sequence[str], colours: Sequence[st
             smooth = binned(updates, losses, SMOOTH_POINTS, fewest=5)
             axis.plot(*binned(updates, losses, CURVE_POINTS), color=COLOUR[css], lw=0.6, alpha=0.25)
             axis.plot(*smooth, color=COLOUR[css], lw=1.6, label=_label(name))
-            shown.append(smooth[1][len(smooth[1]) // 10 :])  # what comes before would flatten the rest
+            shown.append(
+                smooth[1][len(smooth[1]) // 10 :]
+            )  # without the first tenth, whose high losses would flatten the rest
             probes = [(each["update"], each["loss"]) for each in run.evaluations if each.get("loss") is not None]
             if probes:
                 axis.plot(*zip(*probes, strict=True), "o", color=COLOUR[css], markersize=3, markerfacecolor="none")
@@ -190,7 +192,7 @@ def loss(runs: Sequence[RecordedRun], names: Sequence[str], colours: Sequence[st
 
 
 def _label(name: str) -> str:
-    """Escape a dollar, which would begin mathematics."""
+    """Escape dollars, which matplotlib would read as mathematics."""
     return plain(name).replace("$", r"\$")
 
 
@@ -201,7 +203,7 @@ def _losses(run: RecordedRun) -> tuple[np.ndarray, np.ndarray]:
 
 
 def binned(x: np.ndarray, y: np.ndarray, most: int, *, fewest: int = 1) -> tuple[np.ndarray, np.ndarray]:
-    """Return at most so many means of `fewest` neighbours or more: smooth, and small as a file; NaN has no weight."""
+    """Average a curve, without NaN, in at most `most` bins of `fewest` points or more: smooth, and a small file."""
     parts = np.array_split(np.arange(len(x)), max(1, min(most, len(x) // fewest)))
     known = np.isfinite(y)
     means = [y[part][known[part]].mean() if known[part].any() else np.nan for part in parts]
