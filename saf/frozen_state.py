@@ -21,7 +21,16 @@ from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, che
 from saf.ops import choose_backend
 from saf.patterns import PATTERN_KINDS, Pattern, pattern_from_state
 from saf.records.files import check_file, file_hash, read_json, read_tensors, write_json, write_tensors
-from saf.surgery import LayerEdit, apply_edits_, editable, edited_, patterns_of, plan_edit, replace_data_, value_dtypes
+from saf.surgery import (
+    LayerEdit,
+    apply_edits_,
+    editable,
+    patterns_of,
+    plan_edit,
+    record_edit,
+    replace_data_,
+    value_dtypes,
+)
 
 STATE_FILE, TENSORS_FILE = "saf.json", "saf.safetensors"
 SCHEMA = "saf.heads/1"
@@ -123,7 +132,7 @@ def restore_(
         if not compare:
             _cut_(edit.site, edit.layout)
         edit.site.assign(edit.layout, edit.frozen, saved[number])
-    edited_([edit.site for edit in edits.values()])
+    record_edit([edit.site for edit in edits.values()])
 
 
 @torch.inference_mode(False)

@@ -1,7 +1,7 @@
-"""`install_` freezes heads of a model in place, `prune_` removes them, `uninstall_` undoes both, `finalize_` ends that.
+"""`install_` freezes heads of a model in place and `prune_` removes them; `uninstall_` undoes both until `finalize_`.
 
-All go the same way: the verb computes the next layout of each layer, `plan_edit` checks it and changes nothing, and
-`apply_edits_` moves rows of weights, moments and gradients. Rows that leave stay on the CPU for undoing.
+The first three share their steps: they compute the next layout of each layer, `plan_edit` checks it and changes
+nothing, and `apply_edits_` moves rows of weights, moments and gradients. Removed rows stay on the CPU for undoing.
 `saf.heads.KINDS` lists which heads have rows in which projection; saf/optimizer_state.py has the optimiser's side.
 """
 
@@ -36,7 +36,7 @@ from saf.optimizer_state import (
 )
 from saf.patterns import Pattern, TrainablePattern, is_trainable, pattern_for_each_head
 
-# --- the verbs. Outside inference mode, whose tensors could never be trained.
+# --- the verbs; they leave inference mode, as tensors made in it could never be trained
 
 
 @torch.inference_mode(False)
@@ -67,21 +67,21 @@ def install_(
             attention that is not transformers' own; a backend, dtype or optimiser that cannot run, train or carry them.
     """
     heads = HeadSet.in_order(heads)
-    singles = pattern_for_each_head(patterns) if len(heads) else []
+    by_head = pattern_for_each_head(patterns) if len(heads) else []
     sites, optimizer = _sites_of(model, heads, "live"), unwrap_optimizer(optimizer)
-    if len(singles) != len(heads):
-        raise InputError(f"{len(heads)} heads need as many patterns, in (layer, head) order; got {len(singles)}")
+    if len(by_head) != len(heads):
+        raise InputError(f"{len(heads)} heads need as many patterns, in (layer, head) order; got {len(by_head)}")
     chosen: dict[Head, Pattern] = {}
-    for (layer, head), one in zip(heads, singles, strict=True):
+    for (layer, head), pattern in zip(heads, by_head, strict=True):
         if trainable:
             weight = rows_of(sites[layer], "value").parameter
             check_group(optimizer, weight)
-            if not one.trainable:
+            if not pattern.trainable:
                 dtype = torch.promote_types(weight.dtype, torch.float32)
-                one = TrainablePattern.of(one, dtype=dtype, device=weight.device)
-        elif one.trainable:
+                pattern = TrainablePattern.of(pattern, dtype=dtype, device=weight.device)
+        elif pattern.trainable:
             raise InputError("a TrainablePattern trains: pass trainable=True, or pattern.compact() for a fixed one")
-        chosen[layer, head] = one
+        chosen[layer, head] = pattern
     _edit_(sites, heads, "frozen", optimizer, chosen, backend=backend)
 
 
@@ -145,7 +145,7 @@ def patterns_of(site: Site) -> dict[int, Pattern]:
 
 
 def value_dtypes(site: Site) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that values may have: the weights' own, and bfloat16 when autocast may lower float32."""
+    """Return the dtypes that values may have: the weights' own, and for float32 bfloat16 too, as under autocast."""
     dtype = rows_of(site, "value").parameter.dtype
     return (dtype, torch.bfloat16) if dtype == torch.float32 else (dtype,)
 
@@ -154,7 +154,7 @@ def value_dtypes(site: Site) -> tuple[torch.dtype, ...]:
 
 
 def check_editable(model: nn.Module, optimizer: Any = None) -> None:
-    """Raise the errors that an edit of any layer would raise for the model and the optimiser, before other work."""
+    """Raise now the errors about model and optimiser that an edit of any layer would raise later."""
     inner = unwrap_optimizer(optimizer)
     for site in editable(model).sites():
         _check_layer(site, site.layout, inner)
@@ -180,7 +180,7 @@ def editable(model: nn.Module) -> Adapter:
 
 
 def _check_memory(adapter: Adapter) -> None:
-    """Raise UnsupportedError where bytes of an attention weight are also those of another parameter or buffer."""
+    """Raise UnsupportedError where an attention weight shares memory with another parameter or buffer."""
     weights = {id(weight) for site in adapter.sites() for weight, _ in site.projections().values()}
     model, spans = adapter.model, defaultdict[int, list[tuple[int, int, str, bool]]](list)
     for name, tensor in chain(
@@ -222,9 +222,9 @@ def _sites_of(model: nn.Module, heads: HeadSet, *kinds: str) -> dict[int, Site]:
     """Return the layers that have some of `heads`, by number; raise InputError for heads that are not of `kinds`."""
     adapter = editable(model)
     sites = adapter.sites()
-    if strange := (heads - adapter.heads(*KINDS)).to_list():
+    if unknown := (heads - adapter.heads(*KINDS)).to_list():
         raise InputError(
-            f"heads must exist, in {len(sites)} layers of {sites[0].layout.num_heads} heads; got {strange}"
+            f"heads must exist, in {len(sites)} layers of {sites[0].layout.num_heads} heads; got {unknown}"
         )
     if other := (heads - adapter.heads(*kinds)).to_list():
         remedy = ", uninstall_ the others first" if kinds == ("live",) else ""
@@ -236,7 +236,7 @@ def _sites_of(model: nn.Module, heads: HeadSet, *kinds: str) -> dict[int, Site]:
 
 
 class LayerEdit(NamedTuple):
-    """A layer's next layout, checked, with its frozen heads."""
+    """The checked next layout of a layer, and its frozen heads."""
 
     site: Site
     layout: HeadLayout
@@ -251,7 +251,7 @@ def _edit_(
     patterns: Mapping[Head, Pattern] | None = None,
     backend: str | None = None,
 ) -> None:
-    """Turn heads into those of a kind, with patterns where they are to be frozen; all or none."""
+    """Turn heads into those of `kind`, frozen ones with `patterns`. An error leaves every layer as it was."""
     edits = []
     for layer, site in sites.items():
         own = heads.in_layer(layer)
@@ -270,8 +270,8 @@ def plan_edit(
 ) -> LayerEdit:
     """Return the edit that gives a layer another layout, with one pattern for each of its frozen heads.
 
-    Without `backend` the layer's own stays. Raises InputError for rows to put back that are gone, InputError or
-    UnsupportedError for what the layer, the backend or the optimiser cannot do.
+    Without `backend` the layer's own stays. Raises InputError for missing rows of heads that return, InputError or
+    UnsupportedError where the layer, the backend or the optimiser cannot take the edit.
     """
     _check_layer(site, layout, optimizer)
     for name, (parameter, _) in site.projections().items():
@@ -304,11 +304,11 @@ def apply_edits_(edits: Sequence[LayerEdit], optimizer: Optimizer | None) -> Non
             drop_logits_(optimizer, [logits for logits in before if logits not in after])
             joining = [logits for logits in after if logits not in before]
             add_logits_(optimizer, joining, rows_of(edit.site, "value").parameter)
-    edited_([edit.site for edit in edits], optimizer)
+    record_edit([edit.site for edit in edits], optimizer)
 
 
-def edited_(sites: Sequence[Site], optimizer: Optimizer | None = None) -> None:
-    """Record the order of heads in edited layers; optimisers and wrappers of the old order then refuse to train."""
+def record_edit(sites: Sequence[Site], optimizer: Optimizer | None = None) -> None:
+    """Record the order of heads in edited layers, so that optimisers and wrappers of the old order refuse to train."""
     rows: dict[Tensor, str | None] = {}
     for site in sites:
         original = HeadLayout(site.layout.num_heads, site.layout.num_kv_heads)
@@ -317,7 +317,7 @@ def edited_(sites: Sequence[Site], optimizer: Optimizer | None = None) -> None:
             rows[parameter] = None if order == original.rows_in(name) else repr(order)
     record_orders(rows, optimizer)
     if in_group() and sites:
-        # The collector does not list what was there before gc.freeze(), and would never free an outdated wrapper.
+        # Objects from before gc.freeze() are not listed by the collector, and an outdated wrapper would never be freed.
         gc.unfreeze()
         for each in gc.get_objects():
             wrapper = issubclass(type(each), DistributedDataParallel) and each not in _outdated
@@ -328,7 +328,7 @@ def edited_(sites: Sequence[Site], optimizer: Optimizer | None = None) -> None:
 def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
     """Rearrange the head rows of every projection, its moments and its gradient; return removed rows, on the CPU.
 
-    These are stored by role, whether a projection holds the rows of one role or, fused, of several.
+    Removed rows are stored by role, even where one fused projection holds the rows of several roles.
     """
     site = edit.site
     removed = {role: dict(rows) for role, rows in site.removed.items()}
@@ -338,19 +338,23 @@ def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
             continue
         carried = {"weight": parameter.data, **moments(parameter, optimizer)}
         tensors = carried if parameter.grad is None else {**carried, "gradient": parameter.grad.detach()}
-        blocks = {each: dict(zip(old, t.split(site.head_dim, dimension), strict=False)) for each, t in tensors.items()}
+        blocks = {  # the rows of each head
+            key: dict(zip(old, tensor.split(site.head_dim, dimension), strict=False)) for key, tensor in tensors.items()
+        }
         for role, head in (row for row in old if row not in new):
-            rows = {each: blocks[each][role, head].detach().to("cpu", copy=True) for each in carried}
+            rows = {key: blocks[key][role, head].detach().to("cpu", copy=True) for key in carried}
             removed.setdefault(role + suffix, {})[head] = rows
         for role, head in (row for row in new if row not in old):
             rows = removed[role + suffix].pop(head)
             # Rows have no moments if they left before the optimiser's first step, and never a gradient.
-            for each, tensor in tensors.items():
-                blocks[each][role, head] = rows.get(each, torch.zeros_like(rows["weight"])).to(tensor)
+            for key, tensor in tensors.items():
+                blocks[key][role, head] = rows.get(key, torch.zeros_like(rows["weight"])).to(tensor)
         if optimizer is not None and not parameter.numel():
             update_steps_(parameter, optimizer)
-        whole = {each: [t.narrow(dimension, 0, 0), *(blocks[each][row] for row in new)] for each, t in tensors.items()}
-        values = {each: torch.cat(rows, dim=dimension) for each, rows in whole.items()}
+        values = {}
+        for key, tensor in tensors.items():
+            empty = tensor.narrow(dimension, 0, 0)  # in case that no row is left
+            values[key] = torch.cat([empty, *(blocks[key][row] for row in new)], dim=dimension)
         replace_data_(parameter, values.pop("weight"))
         gradient = values.pop("gradient", None)
         if parameter.numel():  # a forward pass gives an empty weight no gradient either
@@ -388,7 +392,7 @@ def _refuse_training(_: nn.Module, __: Any) -> None:
         )
 
 
-def renewed_(wrapper: nn.Module) -> None:
-    """Accept a wrapper whose gradient buckets were rebuilt after the edits, in the same object."""
+def accept_wrapper(wrapper: nn.Module) -> None:
+    """Let a data-parallel wrapper train again: its gradient buckets were rebuilt after the edits."""
     if (handle := _outdated.pop(wrapper, None)) is not None:
         handle.remove()

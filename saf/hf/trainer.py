@@ -41,7 +41,7 @@ from saf.optimizer_state import unwrap_optimizer
 from saf.records.files import read_json, to_json
 from saf.records.run import EventRecord
 from saf.schedules import OneTime, Outcome, Schedule, ValidationBudget, schedule_to_dict
-from saf.surgery import check_editable, renewed_, uninstall_
+from saf.surgery import accept_wrapper, check_editable, uninstall_
 from saf.train.loop import apply_event, resolve_event
 from saf.train.start import check_freeze, start_proposer
 
@@ -293,7 +293,7 @@ def rewrap_(trainer: Any) -> None:
         del wrapper.reducer, wrapper.logger
         gc.collect()
         wrapper.__setstate__(state)
-        renewed_(wrapper)
+        accept_wrapper(wrapper)
         if (handler := trainer.accelerator.ddp_handler) is not None:
             handler.register_comm_hook(wrapper)
     if trainer.args.torch_compile:
