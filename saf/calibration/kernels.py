@@ -1,7 +1,8 @@
-"""`measure_by_kernel` measures a layer in Triton: a program takes one tile of the pattern, of every sequence in turn.
+"""`measure_by_kernel` measures a layer in Triton: a program takes one tile of the pattern through all sequences.
 
-Row log-sum-exps come first, then every causal tile once. Names are those of saf/ops/launch.py; D0 and D1 are channels
-in two steps of powers of two, D of them in use. Logarithms are to base 2. docs/method.md, section 9, has the algorithm.
+A first kernel computes row log-sum-exps, a second one visits every causal tile once. Names are those of
+saf/ops/launch.py. The D channels are loaded in two parts, D0 and D1, padded to powers of two. Logarithms are to
+base 2. docs/method.md, section 9, has the algorithm.
 """
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 # The device language's constants and ranges are not what their annotations say.
@@ -20,9 +21,9 @@ from saf.ops.launch import SHARED_MEMORY, cdiv, launch, shared_memory
 from saf.ops.live import score_scale
 from saf.statistics import FLOOR
 
-SCRATCH_BYTES = 1 << 28  # for the sums of tiles: row blocks are measured in bands whose sums fit, one block at least
+SCRATCH_BYTES = 1 << 28  # memory for the sums of tiles; a band of row blocks is measured at a time, at least one block
 FLOAT32_BYTES = 160 << 10  # shared memory of a program in float32 at 256 channels, the largest of all
-PRECISION = "tf32x3"  # of float32 products: these take an eighth of the time, and statistics stay within 1e-6
+PRECISION = "tf32x3"  # of float32 products: an eighth of the time of full precision, and statistics stay within 1e-6
 
 
 def measure_by_kernel(
@@ -58,17 +59,18 @@ def measure_by_kernel(
     scores = query.new_zeros(2, heads, dtype=torch.float64)
     entropy = query.new_zeros(heads, dtype=torch.float64)
     etas = query.new_zeros(2, heads, blocks * config.block_m, dtype=torch.float64)
-    size = max(1, scratch_bytes // (4 * heads * length * (3 * ratio + 2)))  # row blocks whose sums are held
+    size = max(1, scratch_bytes // (4 * heads * length * (3 * ratio + 2)))  # row blocks of a band
     for first in range(0, blocks, size):
         band = range(first, min(first + size, blocks))
         sums = _sum_tiles(band, operands, sizes, config, options)
         normaliser, plogp = sums.rows
         scores += sums.scores
         entropy += (normaliser.log2() - plogp / normaliser).sum(-1)
-        weight = 1 / _middle(normaliser, config.block_m)
+        weight = 1 / _midrange(normaliser, config.block_m)
         etas[0, :, :length] += (sums.columns * weight[..., None]).sum(1)
         diagonals = (sums.diagonals * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_k]
-        # Entry (k, p) holds the sums of block_k distances, from (p + k - R) * block_k on; negative ones are empty.
+        # diagonals[:, turn, place] has the sums of block_k distances, from (place + turn - R) * block_k on; those of
+        # negative distances are empty.
         by_distance = diagonals.new_zeros(heads, band.stop * ratio + ratio + 1, config.block_k)
         for turn in range(ratio + 1):
             by_distance[:, turn : turn + band.stop * ratio] += diagonals[:, turn]
@@ -117,7 +119,7 @@ def _sum_tiles(
     return BandSums(scalar.sum(-1, dtype=torch.float64), row.sum(2, dtype=torch.float64), column, diagonal)
 
 
-def _middle(normaliser: Tensor, size: int) -> Tensor:
+def _midrange(normaliser: Tensor, size: int) -> Tensor:
     """Return the middle of the normalisers `[heads, rows]` of each block of rows."""
     missing = -normaliser.shape[-1] % size
     edge = normaliser[:, -1:].expand(-1, missing)
@@ -129,7 +131,7 @@ def _middle(normaliser: Tensor, size: int) -> Tensor:
 
 
 class TileConfig(NamedTuple):
-    """The sizes of programs."""
+    """The sizes of a kernel's programs, in tiles, warps and registers."""
 
     block_m: int = 64  # query rows of a tile, a power of two
     block_k: int = 64  # keys of a tile, a power of two of at most `block_m`
@@ -139,7 +141,7 @@ class TileConfig(NamedTuple):
 
 
 def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = SHARED_MEMORY) -> TileConfig:
-    """Pick a configuration for D channels, as measured on an H200 (docs/log.md).
+    """Return the fastest configuration for `dim` channels, as measured on an H200 (docs/log.md).
 
     With less `shared` memory than float32 takes, tiles are smaller, to fit into 99 KiB.
     """
@@ -172,9 +174,9 @@ def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int |
 
 # --- device code
 
-FAR = tl.constexpr(1e4)  # exp2 of minus this is zero in float32, and unlike for infinity, differences are numbers
+FAR = tl.constexpr(1e4)  # for minus infinity: exp2(-FAR) is zero in float32, and differences are numbers, not NaN
 TINY = tl.constexpr(1e-37)  # lower bound of the arguments of logarithms, just above the smallest normal float32
-NOTHING = tl.constexpr(-126.0)  # a number below the logarithm of TINY
+LOG_TINY = tl.constexpr(-126.0)  # lower bound of logarithms, below that of TINY
 UNSPECIALIZED = ["B", "H", "T", "scale", "floor", "first", "num_m", "num_k", "offset", "num_tiles"]
 """Arguments of either kernel whose values are not compiled in."""
 
@@ -193,12 +195,12 @@ def load_rows(pointer, start, stride, T, D: tl.constexpr, ROWS: tl.constexpr, DP
 
 
 @triton.jit
-def _online(
+def _add_key_blocks(
     row_sum, row_max, b_q, b_q1, k_ptr, lo, hi, o_m, T, scale, k_stride_t,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Take key blocks in [lo, hi) into running row sums, which are relative to running row maxima."""
+    """Add keys in [lo, hi) to running row sums of exp2(score - running row maximum); return sums and maxima."""
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
         b_k = load_rows(k_ptr, k0, k_stride_t, T, D, BK, D0, EVEN)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
@@ -222,7 +224,7 @@ def lse_kernel(
     PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Compute the row log-sum-exps of one (sequence, head, query block), float32 [B, H, T]."""
-    # One pattern's blocks are neighbours and share its keys in cache; those with the longest sum come first.
+    # Row blocks of one head and sequence follow one another, as they share its keys in cache, the longest ones first.
     blocks = tl.cdiv(T, BM)
     m0 = (blocks - 1 - tl.program_id(0) % blocks) * BM
     pattern = tl.program_id(0) // blocks
@@ -237,11 +239,11 @@ def lse_kernel(
         b_q1 = load_rows(q_ptr + D0, m0, q_stride_t, T, D - D0, BM, D1, EVEN)
     row_sum = tl.zeros((BM,), dtype=tl.float32)
     row_max = tl.full((BM,), float("-inf"), tl.float32)
-    row_sum, row_max = _online(
+    row_sum, row_max = _add_key_blocks(
         row_sum, row_max, b_q, b_q1, k_ptr, 0, m0, o_m, T, scale, k_stride_t,
         D, D0, D1, BK, False, True, PRECISION, STAGES,
     )  # fmt: skip
-    row_sum, row_max = _online(
+    row_sum, row_max = _add_key_blocks(
         row_sum, row_max, b_q, b_q1, k_ptr, m0, tl.minimum(m0 + BM, T), o_m, T, scale, k_stride_t,
         D, D0, D1, BK, True, EVEN, PRECISION, STAGES,
     )  # fmt: skip
@@ -272,6 +274,7 @@ def _blocks_of_tile(t, first, DIAGONAL: tl.constexpr, RATIO: tl.constexpr):
         i_m = first + t // RATIO
         i_k = first * RATIO + t
     else:
+        # Row block i has i * RATIO tiles below the diagonal: invert i (i - 1) / 2 <= pair, then correct the rounding.
         t += RATIO * (first * (first - 1) // 2)
         pair = t // RATIO
         i_m = ((1 + tl.sqrt(1 + 8 * pair.to(tl.float32))) / 2).to(tl.int32)
@@ -289,7 +292,7 @@ def _write_marginals(
     """Write sums over rows, columns and diagonals of a tile of the floored mean."""
     RATIO: tl.constexpr = BM // BK
     i_band = i_m - first
-    # A comparison, not a maximum, which would turn NaN into the floor.
+    # tl.maximum would turn NaN into the floor.
     b_f = tl.where(b_mean < floor, floor, b_mean)
     p_row = row_ptr + (i_h * num_k + i_k) * (num_m * BM) + (o_m - first * BM)
     tl.store(p_row + tl.cast(H, tl.int64) * num_k * (num_m * BM), tl.sum(tl.where(inside, b_f * tl.log2(b_f), 0.0), 1))
@@ -297,7 +300,7 @@ def _write_marginals(
     tl.store(p_row, tl.sum(b_f, 1))
     tl.store(column_ptr + (i_h * num_m + i_band) * T + o_k, tl.sum(b_f, 0), mask=o_k < T)
 
-    # Row r of the skewed tile holds at c the entry whose distance is c modulo BK.
+    # Skew the tile: column c then holds entries whose distance is c modulo BK, `turn` says which multiple of BK to add.
     o_r = tl.arange(0, BM)[:, None]
     o_c = tl.arange(0, BK)[None, :]
     o_source = (o_r - o_c) & (BK - 1)
@@ -315,7 +318,7 @@ def _write_scores(b_a0, b_l0, total, square, gain, B, p_scalar, stride):
     count = tl.cast(B, tl.float32)
     b_shift = total / count
     b_mean = b_a0 + b_shift
-    # log(mean / A_0): exactly zero if nothing deviates, and without A_0's logarithm unless A_0 vanishes.
+    # log(mean / A_0), exactly zero if nothing deviates. Only where A_0 vanishes does it take the logarithms apart.
     b_ratio = tl.where(
         b_a0 > TINY, tl.log2(1 + b_shift / tl.maximum(b_a0, TINY)), tl.log2(tl.maximum(b_mean, TINY)) - b_l0
     )
@@ -354,18 +357,18 @@ def tile_kernel(
     k_ptr += tl.load(kv_ptr + i_h).to(tl.int64) * k_stride_h
     p_lse = lse_ptr + i_h * T + o_m
     lse_stride = tl.cast(H, tl.int64) * T
-    past = o_m[:, None] >= o_k[None, :]
+    causal = o_m[:, None] >= o_k[None, :]
 
     b_lse = tl.load(p_lse, mask=o_m < T, other=FAR)
     b_s = _products(q_ptr, k_ptr, m0, k0, T, q_stride_t, k_stride_t, D, D0, D1, BM, BK,
                     EVEN, EVEN or not DIAGONAL, PRECISION)  # fmt: skip
     b_l0 = b_s * scale - b_lse[:, None]
     if DIAGONAL:
-        b_l0 = tl.where(past, b_l0, -FAR)
+        b_l0 = tl.where(causal, b_l0, -FAR)
     b_a0 = tl.exp2(b_l0)
-    # Where A_0 vanishes any number is right, if both sums use the same; a large one would cost their digits. Not a
-    # maximum, which would turn NaN into a number.
-    b_l0 = tl.where(b_l0 < NOTHING, NOTHING, b_l0)
+    # Where A_0 vanishes any value of its logarithm cancels between both sums, and a small one keeps their digits.
+    # tl.maximum would turn NaN into a number.
+    b_l0 = tl.where(b_l0 < LOG_TINY, LOG_TINY, b_l0)
     total = tl.zeros((BM, BK), dtype=tl.float32)
     square = tl.zeros((BM,), dtype=tl.float32)
     gain = tl.zeros((BM,), dtype=tl.float32)
@@ -378,7 +381,7 @@ def tile_kernel(
         )  # fmt: skip
         b_l = b_s * scale - b_lse[:, None]
         if DIAGONAL:
-            b_l = tl.where(past, b_l, -FAR)
+            b_l = tl.where(causal, b_l, -FAR)
         b_a = tl.exp2(b_l)
         b_d = b_a - b_a0
         total += b_d
@@ -388,6 +391,6 @@ def tile_kernel(
     p_scalar = scalar_ptr + i_h * num_tiles + offset + t
     b_mean = _write_scores(b_a0, b_l0, total, square, gain, B, p_scalar, tl.cast(H, tl.int64) * num_tiles)
     _write_marginals(
-        b_mean, past & (o_m < T)[:, None], row_ptr, column_ptr, diagonal_ptr, H, T, floor, first, num_m, num_k,
+        b_mean, causal & (o_m < T)[:, None], row_ptr, column_ptr, diagonal_ptr, H, T, floor, first, num_m, num_k,
         i_h, i_m, i_k, o_m, o_k, BM, BK,
     )  # fmt: skip
