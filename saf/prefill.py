@@ -26,10 +26,10 @@ class LastToken(nn.Module):
         return self._last_logits(self.model, input_ids)
 
     def compiled(self) -> Callable[[Tensor], Tensor]:
-        """Return this as a compiled program of its own: other shapes and models do not make it more general.
+        """Return this module compiled for its own shapes, whatever else the process compiles.
 
-        It is one graph or raises where the model is written to be one. Calls and graphs take a program each: frozen
-        layers compute in other ways in them (`saf.ops.for_graphs`).
+        A model that is written to be one graph raises an error where it is not. Captured graphs need a program of
+        their own, as frozen layers run other kernels in them (`saf.ops.for_graphs`).
         """
 
         def logits(model: nn.Module, input_ids: Tensor) -> Tensor:
@@ -39,13 +39,13 @@ class LastToken(nn.Module):
 
 
 class Prefill:
-    """Run a model's prefill at one shape. With few sequences the host is slower than the device: a graph takes it out.
+    """Run a model's prefill at one shape, without the launches that make the host the bottleneck with few sequences.
 
     >>> prefill = Prefill(model, batch_size=1, length=4096)  # doctest: +SKIP
     >>> logits = prefill(input_ids)  # [1, 1, vocab_size]  # doctest: +SKIP
 
-    The graph's program is its own: the model, called or compiled by others before or after, runs as it would without.
-    The graph holds the weights as they are placed now: make a new one after freezing, loading or moving the model.
+    The model itself stays as it was: calling or compiling it elsewhere neither affects the graph nor is affected.
+    The graph reads the weights where they are now: make a new one after freezing, loading or moving the model.
     Matrix products of all graphs share scratch memory: replay them one after another, not on two streams at once.
     """
 

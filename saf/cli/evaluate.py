@@ -54,7 +54,7 @@ class Command:
     """Read this partition of the text."""
     bos: bool = False
     """Begin each window of text with the beginning-of-text token (BOS) of the model's tokenizer, as Gemma and Llama
-    were trained. Tasks have it where the tokenizer adds it."""
+    were trained. Questions of tasks have it if the tokenizer adds it."""
     length: int | None = None
     """Use this many tokens of context in a window, and at most in a question; by default the model's longest."""
     batch_size: int = 8
@@ -77,15 +77,15 @@ class Command:
 
     def run(self) -> dict[str, Any]:
         with process_group(self.device):
-            with all_ranks_or_raise():  # all have looked before the first one writes
+            with all_ranks_or_raise():  # every process checks before the first one writes
                 self._check_out()
             if self.tasks:
-                from saf.hf import lm_eval  # noqa: F401 - a package that is missing is known before the model is open
+                from saf.hf import lm_eval  # noqa: F401 - a missing package raises before the model is opened
             opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=not self.tasks)
             if opened.data is None:
                 self._refuse("bos", "partition", "limit", without="--data")
             with ProgressBars(quiet=not is_rank0()) as progress:
-                # Tasks first: missing or too long questions are known before minutes of perplexity.
+                # Tasks first: missing or too long questions raise an error before minutes of perplexity.
                 answers = self._zero_shot(opened, progress) if self.tasks else None
                 record = {} if opened.data is None else self._perplexity(opened, progress)
             tables = [self._table(opened, record)] if record else []
@@ -96,13 +96,13 @@ class Command:
         return record
 
     def _refuse(self, *names: str, without: str) -> None:
-        """Raise InputError for the first of some flags that is not left out."""
+        """Raise InputError if one of these settings is not its default."""
         for name in names:
             if getattr(self, name) != getattr(Command, name):
                 raise InputError(f"--{name.replace('_', '-')} has no effect without {without}; leave it out")
 
     def _check_out(self) -> None:
-        """Raise InputError unless the folder is new, empty or from an earlier evaluation: a run has its own files."""
+        """Raise InputError unless the folder is new, empty or from an earlier evaluation."""
         if self.out is None or not self.out.exists():
             return
         if not self.out.is_dir():
@@ -159,4 +159,5 @@ class Command:
         return on_rank0(lambda: zero_shot_record(answers, settings, facts=facts, **place))
 
 
+# called by saf.cli.main
 parse_words = partial(parse, Command, prog="saf evaluate")

@@ -60,24 +60,24 @@ def patch_pretrained() -> None:
 
 
 def wrap_method(owner: Any, function: Callable[..., Any]) -> None:
-    """Let `function(ordinary, self, ...)` replace the method of its name, which is its argument `ordinary`."""
+    """Replace the method of `owner` that is named as `function`, which is called with the original method first."""
     method = getattr_static(owner, function.__name__)
-    ordinary = getattr(method, "__func__", method)  # of a classmethod
+    original = getattr(method, "__func__", method)  # `__func__` of a classmethod
 
-    @wraps(ordinary)
+    @wraps(original)
     def wrapped(self: Any, *arguments: Any, **options: Any) -> Any:
-        return function(ordinary, self, *arguments, **options)
+        return function(original, self, *arguments, **options)
 
-    setattr(owner, function.__name__, wrapped if method is ordinary else classmethod(wrapped))
+    setattr(owner, function.__name__, wrapped if method is original else classmethod(wrapped))
 
 
 # --- saving
 
 
 def save_pretrained(
-    ordinary: Any, model: Any, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
+    original: Any, model: Any, save_directory: Any, is_main_process: bool = True, *rest: Any, **options: Any
 ) -> Any:
-    """Save a model as transformers does, and the files about its heads."""
+    """Save a model as transformers does, with the files about its edited heads."""
     folder, adapter = Path(save_directory), _edited_adapter(model)
     if adapter is not None and is_main_process and not folder.is_file():
         if config_entry(model.config) is None:  # heads were frozen in a submodel with its own configuration
@@ -90,11 +90,11 @@ def save_pretrained(
     elif adapter is None and config_entry(model.config) is not None and not getattr(model, _PEFT, False):
         model.config = copy.deepcopy(model.config)  # another model with frozen heads may use it
         del model.config.saf
-    return ordinary(model, save_directory, is_main_process, *rest, **options)
+    return original(model, save_directory, is_main_process, *rest, **options)
 
 
 def _upload_modified_files(
-    ordinary: Any, model: Any, working_dir: Any, repo_id: str, files_timestamps: dict[str, float], **options: Any
+    original: Any, model: Any, working_dir: Any, repo_id: str, files_timestamps: dict[str, float], **options: Any
 ) -> Any:
     """Upload the files about heads too, with their section in the card that transformers has just written."""
     if (adapter := _edited_adapter(model)) is not None:
@@ -102,40 +102,42 @@ def _upload_modified_files(
         # Files without an old timestamp count as modified.
         times = files_timestamps.items()
         files_timestamps = {name: time for name, time in times if name not in (STATE_FILE, TENSORS_FILE, CARD)}
-    return ordinary(model, working_dir, repo_id, files_timestamps, **options)
+    return original(model, working_dir, repo_id, files_timestamps, **options)
 
 
 def _edited_adapter(model: Any) -> Adapter | None:
     """Return the adapter of a model with edited heads; None for others, and where only peft adapters are saved."""
     states = (module for module in model.modules() if isinstance(module, HeadState))
-    ordinary = getattr(model, _PEFT, False) or all(state.layout.ordinary for state in states)
-    return None if ordinary else TransformersAdapter.of(model)
+    unedited = getattr(model, _PEFT, False) or all(state.layout.ordinary for state in states)
+    return None if unedited else TransformersAdapter.of(model)
 
 
 # --- opening
 
 
 def from_pretrained(
-    ordinary: Any, cls: Any, pretrained_model_name_or_path: Any, *arguments: Any, config: Any = None, **options: Any
+    original: Any, cls: Any, pretrained_model_name_or_path: Any, *arguments: Any, config: Any = None, **options: Any
 ) -> Any:
-    """Open a model with its frozen heads, and any other as transformers does."""
+    """Open a model as transformers does, with its frozen heads if it has some."""
     name = pretrained_model_name_or_path
     hub = {option: options[option] for option in _HUB if options.get(option) is not None}
     gguf = options.get("gguf_file") is not None
     if name is None or gguf or not _has_heads(cls, name if config is None else config, hub):
-        return ordinary(cls, name, *arguments, config=config, **options)
+        return original(cls, name, *arguments, config=config, **options)
     if options.get("quantization_config") is not None:
-        raise UnsupportedError("a folder with frozen heads opens in its own weights; quantise the open model")
+        raise UnsupportedError(
+            "a folder with frozen heads opens unquantised: drop quantization_config, then quantise the model"
+        )
     if "_adapter_model_path" in (options.get("adapter_kwargs") or {}):
         raise UnsupportedError(f"open {name} first, whose heads are frozen, then PeftModel.from_pretrained")
     with_info = options.pop("output_loading_info", False)
     state, tensors = read_description(_folder(name, hub))
     resized = _resized_class(cls, state)
-    opened = ordinary(resized, name, *arguments, config=config, output_loading_info=True, **options)
+    opened = original(resized, name, *arguments, config=config, output_loading_info=True, **options)
     model, info = opened
     if any(key.endswith(f".{NAME}.{LAYOUT}") for key in info["missing_keys"]):
         saved_as = next(iter(model.config.architectures or ()), "another class")
-        raise UnsupportedError(f"{cls.__name__} names its layers otherwise: open {name} by {saved_as}")
+        raise UnsupportedError(f"{cls.__name__} names its layers differently: open {name} by {saved_as}")
     model.__class__ = cls
     _restore_heads_(model, state, tensors)
     return opened if with_info else model
@@ -149,7 +151,7 @@ def _has_heads(cls: Any, config: Any, hub: dict[str, Any]) -> bool:
         return False
     try:
         values, _ = cls.config_class.get_config_dict(config, **hub)
-    except OSError:  # a folder of a peft adapter, or none, which the original method reports
+    except OSError:  # a peft adapter, or no folder at all, which the original method reports
         return False
     return values.get("saf") is not None
 
@@ -166,7 +168,7 @@ def _folder(name: Any, hub: dict[str, Any]) -> Path:
 
 
 def _resized_class(cls: Any, state: dict[str, Any]) -> Any:
-    """Return a subclass of a model's class whose projections have the shapes of `saf.json`; it serves for loading."""
+    """Return a subclass of a model's class, for loading alone, whose projections have the shapes of `saf.json`."""
 
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         cls.__init__(self, *arguments, **options)
@@ -200,16 +202,16 @@ def _restore_heads_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor
 
 
 def _prepare_cache_for_generation(
-    ordinary: Any, model: Any, generation_config: Any, model_kwargs: Any, mode: Any, batch_size: int, length: int
+    original: Any, model: Any, generation_config: Any, model_kwargs: Any, mode: Any, batch_size: int, length: int
 ) -> Any:
-    """Raise InputError where prompt and new tokens, the last one left out, have more tokens than the patterns."""
+    """Raise InputError where prompt and new tokens are too many for the patterns, which the last token never needs."""
     longest = (config_entry(model.config) or {}).get("max_length")
     if longest is not None and length > longest:
         raise InputError(
             f"prompt and new tokens must be at most {longest + 1} together, as the frozen heads' patterns cover "
             f"{longest}, got {length + 1}: shorten the prompt or lower max_new_tokens"
         )
-    return ordinary(model, generation_config, model_kwargs, mode, batch_size, length)
+    return original(model, generation_config, model_kwargs, mode, batch_size, length)
 
 
 # --- the section of the model card
@@ -222,7 +224,7 @@ _MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
 
 
 def section(adapter: Adapter) -> str:
-    """Return the model card's section about the heads, in Markdown, and drop events without remaining heads."""
+    """Return the model card's section about the heads; events without remaining heads leave the configuration."""
     entry: Any = config_entry(adapter.sites()[0].attention.config)
     entry["events"] = _current_events(entry["events"], adapter.heads(*EDITED))
     counts = {kind: len(adapter.heads(kind)) for kind in _MARKS}
@@ -245,7 +247,7 @@ def section(adapter: Adapter) -> str:
 
 
 def _current_events(events: list[dict[str, Any]], edited: HeadSet) -> list[dict[str, Any]]:
-    """Return the events with heads that are still edited, their number as `remaining`.
+    """Return the events that still have edited heads, with their number as `remaining`.
 
     A head that was frozen, undone and frozen again counts for its last event.
     """
@@ -259,7 +261,7 @@ def _current_events(events: list[dict[str, Any]], edited: HeadSet) -> list[dict[
 
 
 def _event_line(event: dict[str, Any]) -> str:
-    """Return the line of the model card about one event."""
+    """Describe one event in a line of the model card."""
     count = len(event["heads"])
     chosen = "as named" if event.get("named") else f"by {event['score_name']}"
     patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
