@@ -18,9 +18,9 @@ from experiments.paper import NUMBERED, Source, lines
 from saf.errors import InputError, did_you_mean
 
 COLUMNS = ("arm", "label", "reference", "against")
-"""Columns of a table of rows, next to companions and metrics."""
-COMPANIONS = ("tokens", "raw", "exchange")
-"""Arms that complete a row's numbers: at matched tokens, on the raw clock, and an ordinary one with more tokens."""
+"""Columns of a table of rows, beside those of companions and metrics."""
+COMPANIONS = ("tokens", "measured_time", "more_tokens")
+"""Further arms of a row: its own at matched tokens and at measured time, and an ordinary one with more tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +31,13 @@ class Row:
     """NAME, or NAME@0 for the first report of its run before the end."""
     label: str
     reference: str | None = None
-    """The arm that its change is from."""
+    """The arm that its change is from, as ordinary attention."""
     against: str | None = None
-    """The arm that its difference is from, where the paper has one."""
+    """The arm that its difference is from, such as the frozen arm for a pruned one."""
     companions: Mapping[str, str] = field(default_factory=dict)
     """Arms by their names in `COMPANIONS`."""
     first_seed: bool = False
-    """Whether it is of the first seed alone."""
+    """Whether it shows the first seed alone."""
     retired: bool = False
     """Whether its arm is run no more: the row shows committed records."""
     paper: Mapping[str, str] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class Recipe:
     """Labels of further tables and figures of the paper that it answers."""
     notes: tuple[str, ...] = ()
     seeds: int | None = None
-    """How many of the scale's seeds are run where the paper has as many; None is all."""
+    """Number of seeds to run, from the first of the scale's on; None runs them all."""
     intervals: Literal["error", "t"] = "error"
     """The spread of a mean over seeds: its standard error, or its 95% interval by Student's t."""
     smoke: tuple[str, ...] | None = None

@@ -28,8 +28,8 @@ from saf.records.table import MISSING
 
 WIDTH = 100
 """Columns of text of a table on the terminal."""
-PAPER_EXCHANGE = 0.14
-"""Percent of perplexity that 1% more tokens buys in the paper's regime, by its tables at matched tokens and time."""
+PAPER_TOKEN_GAIN = 0.14
+"""By how many percent 1% more tokens lowers perplexity in the paper, from its tables at matched tokens and time."""
 
 # --- metrics
 
@@ -38,7 +38,7 @@ PAPER_EXCHANGE = 0.14
 class Comparison:
     """A row with the numbers of all arms: metrics that compare arms are computed from it, in percent.
 
-    NaN stands for a number that there is not, and for an arm compared with itself.
+    A missing number is NaN, and so is that of an arm compared with itself.
     """
 
     row: Row
@@ -64,8 +64,8 @@ class Comparison:
         """Return how far perplexity is above another arm's."""
         return 100.0 * np.expm1(self.gap("loss", role))
 
-    def extra(self) -> Any:
-        """Return how many more updates the arm has than its reference."""
+    def extra_tokens(self) -> Any:
+        """Return how many more tokens the arm has than its reference, by their updates."""
         return 100.0 * (self.ratio("updates", "reference") - 1.0)
 
     def of(self, arm: str | None) -> "Comparison":
@@ -75,14 +75,14 @@ class Comparison:
     def companion(self, role: str) -> "Comparison":
         return self.of(self.row.companions.get(role))
 
-    def exchange(self) -> Any:
-        """Return how far perplexity falls with 1% more tokens, from an ordinary run that had more."""
-        more = self.companion("exchange")
-        return -more.change("reference") / more.extra()
+    def token_gain(self) -> Any:
+        """Return by how many percent 1% more tokens lowers perplexity, from an ordinary run that had more."""
+        more = self.companion("more_tokens")
+        return -more.change("reference") / more.extra_tokens()
 
-    def at_tokens(self, rate: Any) -> Any:
-        """Return the change at matched tokens less the worth of the tokens that the arm gains in time."""
-        return self.companion("tokens").change("reference") - rate * self.extra()
+    def estimate(self, token_gain: Any) -> Any:
+        """Estimate the change at matched time: that at matched tokens less the gain from the extra tokens."""
+        return self.companion("tokens").change("reference") - token_gain * self.extra_tokens()
 
 
 @dataclass(frozen=True)
@@ -105,32 +105,39 @@ def _difference(c: Comparison) -> Any:
     return c.change("reference") - c.of(c.row.against).change("reference")
 
 
-def _exchange(c: Comparison) -> Any:
-    return c.exchange() if c.row.companions.get("exchange") == c.row.arm else math.nan
+def _token_gain(c: Comparison) -> Any:
+    return c.token_gain() if c.row.companions.get("more_tokens") == c.row.arm else math.nan
 
 
 METRICS = {
+    # perplexity: the row's own, then compared with other arms
     "perplexity": Metric("perplexity", 3),
     "delta": Metric("change (%)", 3, True, lambda c: c.change("reference")),
     "difference": Metric("difference (points)", 3, True, _difference),
-    "relative": Metric("difference (%)", 3, True, lambda c: c.change("against")),
-    "time_ratio": Metric("time ratio", 3, False, lambda c: c.ratio("minutes", "against")),
-    "time_difference": Metric("difference (s)", 1, True, lambda c: 60 * c.gap("minutes", "against")),
-    "raw": Metric("change at measured time (%)", 3, True, lambda c: c.companion("raw").change("reference")),
-    "extra": Metric("extra tokens (%)", 2, True, Comparison.extra),
+    "perplexity_difference": Metric("difference (%)", 3, True, lambda c: c.change("against")),
+    "delta_seeds": _by_seed("change", 3, True, lambda c: c.change("reference")),
+    # perplexity at matched time and at matched tokens
+    "extra_tokens": Metric("extra tokens (%)", 2, True, Comparison.extra_tokens),
     "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.companion("tokens").change("reference")),
-    "paper_exchange": Metric("change estimated at 0.14% (%)", 3, True, lambda c: c.at_tokens(PAPER_EXCHANGE)),
-    "own_exchange": Metric("change estimated at the measured rate (%)", 3, True, lambda c: c.at_tokens(c.exchange())),
-    "exchange": Metric("decrease for 1% more tokens (%)", 3, False, _exchange),
+    "measured_time": Metric(
+        "change at measured time (%)", 3, True, lambda c: c.companion("measured_time").change("reference")
+    ),
+    "token_gain": Metric("decrease for 1% more tokens (%)", 3, False, _token_gain),
+    "estimate_at_paper_gain": Metric("change estimated at 0.14% (%)", 3, True, lambda c: c.estimate(PAPER_TOKEN_GAIN)),
+    "estimate_at_measured_gain": Metric(
+        "change estimated at the measured rate (%)", 3, True, lambda c: c.estimate(c.token_gain())
+    ),
+    # perplexity by position in the window
+    "context_gain": Metric("loss decrease by context (nats)", 3),
+    "window": Metric("measured at (tokens of context)", 0),
+    "perplexity_to_4k": Metric("perplexity of the first 4,096 tokens", 3),
+    # tasks after pretraining
     "accuracy": Metric("accuracy (%)", 2),
     "seeds": _by_seed("accuracy", 2, False, lambda c: c.get(c.row.arm, "accuracy")),
-    "delta_seeds": _by_seed("change", 3, True, lambda c: c.change("reference")),
+    "points": Metric("change of accuracy (points)", 2, True, lambda c: c.gap("accuracy", "reference")),
     "points_against": Metric("difference of accuracy (points)", 3, True, lambda c: c.gap("accuracy", "against")),
     "epochs": Metric("epochs", 0),
     "example_tokens": Metric("mean tokens of a training example", 1),
-    "points": Metric("change of accuracy (points)", 2, True, lambda c: c.gap("accuracy", "reference")),
-    "speedup": Metric("speedup", 3, False, lambda c: 1.0 / c.ratio("update", "reference")),
-    "peak_change": Metric("change of peak memory (%)", 2, True, lambda c: 100 * (c.ratio("peak", "reference") - 1)),
     "gate": Metric("development accuracy (%)", 2),
     **{recall_metric(*test): Metric(f"recall at {test[0]:,} / {test[1]} (%)", 2) for test in (*RECALL, *SMOKE_RECALL)},
     **{
@@ -140,19 +147,20 @@ METRICS = {
         for length, pairs in RECALL
         for metric in [recall_metric(length, pairs)]
     },
-    "rise": Metric("loss increase at the event (nats)", 4, True),
-    "context": Metric("loss decrease by context (nats)", 3),
-    "window": Metric("measured at (tokens of context)", 0),
-    "to_4k": Metric("perplexity of the first 4,096 tokens", 3),
+    # the event that froze heads, and their fits
+    "loss_increase": Metric("loss increase at the event (nats)", 4, True),
     "heads": Metric("heads", 0),
     "fit_kl": Metric("largest fit KL (nats)", 3),
     "median_kl": Metric("median fit KL (nats)", 3),
     "skipped": Metric("heads skipped by fit KL", 0),
     "exponential": Metric("exponential heads", 0),
     "extra_kl": Metric("largest extra KL (nats)", 4),
+    # time and memory
     "updates": Metric("updates", 0),
     "remaining": Metric("updates after freezing", 0),
     "minutes": Metric("minutes", 2),
+    "time_ratio": Metric("time ratio", 3, False, lambda c: c.ratio("minutes", "against")),
+    "time_difference": Metric("difference (s)", 1, True, lambda c: 60 * c.gap("minutes", "against")),
     "continuation": Metric("continuation (min)", 2),
     "intervention": Metric("intervention (s)", 2),
     "compilation": Metric("compilation (s)", 1),
@@ -160,8 +168,15 @@ METRICS = {
     "fit": Metric("fit (s)", 2),
     "update": Metric("update (ms)", 1),
     "last_updates": Metric("mean of the last 100 updates (ms)", 0),
+    "speedup": Metric("speedup", 3, False, lambda c: 1.0 / c.ratio("update", "reference")),
     "peak": Metric("peak memory (GiB)", 2),
+    "peak_change": Metric("change of peak memory (%)", 2, True, lambda c: 100 * (c.ratio("peak", "reference") - 1)),
 }
+"""Metrics by name.
+
+A change is from the arm in `reference`, a difference from the arm in `against`: `difference` subtracts the changes of
+both arms, `perplexity_difference` compares their perplexities. Metrics without a function stand in the runs' records.
+"""
 
 
 def check_recipe(name: str, recipe: Recipe) -> None:
@@ -411,7 +426,7 @@ class RecipeTable:
 
     def overtrained(self) -> list[str]:
         """Return the rows of ordinary arms whose additional tokens raised perplexity, beyond chance."""
-        gains: Any = self.summary[self.summary["metric"] == "exchange"]
+        gains: Any = self.summary[self.summary["metric"] == "token_gain"]
         highest = gains["high"].fillna(gains["mean"] + gains["standard_error"])
         return [*gains["row"][highest < 0]]
 

@@ -88,13 +88,13 @@ RECIPES["joint_cost"] = Recipe(
     source=paper.SELECTION_TEXT,
     rows=rows(
         """
-        arm                   | label           | reference   | against    | delta  | relative
+        arm                   | label           | reference   | against    | delta  | perplexity_difference
         4k-ordinary           | ordinary        |             |            |        |
         4k-mean-25            | variance        | 4k-ordinary |            | +0.665 |
         4k-residual-cosine-25 | residual cosine | 4k-ordinary | 4k-mean-25 | +0.792 | +0.126
         """
     ),
-    metrics=("perplexity", "delta", "relative", "heads"),
+    metrics=("perplexity", "delta", "perplexity_difference", "heads"),
     measurements=(
         Measurement(
             name="at once",
@@ -112,7 +112,7 @@ RECIPES["joint_cost"] = Recipe(
             ),
         ),
     ),
-    notes=("The difference is that of the perplexity from variance's after the same continuation.",),
+    notes=("The difference is from the perplexity with variance after the same continuation.",),
 )
 
 _SELECTED = {"at 25%": "4k-mean-25-at-25", "at 50%": "4k-mean-25", "at the end": "4k-mean-25-at-100"}
@@ -160,8 +160,8 @@ RECIPES["stability"] = Recipe(
         _profiled("at 50%", 0.5, "0.945 to 0.966"),
     ),
     notes=(
-        "On common windows variance is measured as the paper does against the end: of 64 query rows in the latter half "
-        "of 128 windows. Other correlations are of the scores that heads are selected by.",
+        "On common windows variance is that of 64 query rows in the latter half of 128 windows, as in the paper's "
+        "comparison with the end of training. Other correlations are of the scores that heads are selected by.",
     ),
 )
 
@@ -204,8 +204,8 @@ RECIPES["recovery"] = Recipe(
         ),
     ),
     notes=(
-        "Gaps are in nats of training loss; at the ends the mean is over the updates that there are. After training "
-        "there is no gap, as no update follows.",
+        "Gaps are in nats of training loss; at both ends of a run the mean is over fewer updates. An event after "
+        "training has no gap, as no update follows.",
     ),
 )
 

@@ -43,7 +43,7 @@ RECIPES["timing"] = Recipe(
     smoke=("4k-mean-25", "4k-mean-25-at-100"),
     notes=(
         "At 100% the trained model is evaluated as it was frozen, without further training.",
-        "The paper says of random patterns that the mean is better at every moment, without numbers.",
+        "The paper says, without numbers, that the mean is better than random patterns at every moment.",
     ),
 )
 
@@ -70,14 +70,15 @@ RECIPES["schedules"] = Recipe(
             reference="4k-ordinary",
         ),
     ),
-    metrics=("perplexity", "delta", "difference", "context", "heads", "minutes", "intervention"),
+    metrics=("perplexity", "delta", "difference", "context_gain", "heads", "minutes", "intervention"),
     headline=("delta", "difference", "heads"),
     smoke=("4k-gradual-50", "4k-validation-budget-1", "4k-train-loss-3.0"),
     notes=(
-        "Schedules by the training loss begin at initialisation: in their change is what two trainings of the same "
-        "settings differ by. Those that branch off at 25% have no number of the paper, and see no loss before that.",
-        "The difference is that of the gradual schedule from one time, at the same rate.",
-        "Runs of several events are compiled by layers, the others whole: their minutes are what each takes.",
+        "Schedules by the training loss train from initialisation: part of their change is the difference between any "
+        "two trainings with the same settings. The paper has no numbers for those that start from the checkpoint at "
+        "25%; they see no loss before it.",
+        "The difference is from one time to the gradual schedule, at the same rate.",
+        "Runs with several events are compiled layer by layer, the others as a whole, and each has its own minutes.",
     ),
 )
 
@@ -102,7 +103,7 @@ RECIPES["schedule_confirmation"] = Recipe(
     notes=(
         "Difference and time ratio are from one time at the same rate; a triggered run that stops short of it has "
         "fewer heads. The paper does not say its multiplier here: 1.5 reached half of the heads in its one seed.",
-        "All are compiled by layers, so that runs of many events and of one have their times compared.",
+        "All runs are compiled layer by layer, so that times with many events and with one can be compared.",
     ),
 )
 
@@ -120,17 +121,17 @@ RECIPES["trainability"] = Recipe(
             4k-trainable-25    | trainable | 24.052 ± 0.042 | 2416 ± 13    | 102.27 ± 0.82 | 31.801 ± 0.002
             """,
             """
-            against            | relative
+            against            | perplexity_difference
                                |
             4k-mean-25-control | −0.010 ± 0.006
             """,
             reference="4k-control-ordinary",
         ),
     ),
-    metrics=("perplexity", "delta", "relative", "last_updates", "continuation", "peak"),
+    metrics=("perplexity", "delta", "perplexity_difference", "last_updates", "continuation", "peak"),
     notes=(
-        "The difference is that of the trainable arm's perplexity from the frozen one's; an update is of 15 "
-        "micro-batches there.",
+        "The difference is from the frozen arm's perplexity to the trainable one's. The paper's updates have 15 "
+        "micro-batches.",
     ),
 )
 
@@ -164,7 +165,7 @@ RECIPES["representation"] = Recipe(
     metrics=("perplexity", "delta", "difference"),
     measurements=(_storage("learned", "4k-learned-mean-25", "59.9×"), _storage("rope", "4k-mean-25", "60.6×")),
     smoke=("4k-dense-25", "4k-mean-25"),
-    notes=("The difference is that of the compact arm from the dense one.",),
+    notes=("The difference is from the dense arm to the compact one.",),
 )
 
 PATTERNS = {
@@ -286,7 +287,7 @@ def _selected(k: str) -> tuple[Row, ...]:
         table.append(_scored(k, "forward_kl", rate, delta=forward_kl, difference=difference))
     if k == "4k":
         # Of these scores, the paper has only the residual cosine at 4K; it has gradient scores at 1K (`_AT_1K`).
-        quoted = {"residual_cosine": {"delta": "+0.792", "relative": "+0.126"}}
+        quoted = {"residual_cosine": {"delta": "+0.792", "perplexity_difference": "+0.126"}}
         table += [_scored(k, score, 0.25, **quoted.get(score, {})) for score in (*SCORES[1:], *GRADIENT_SCORES)]
     return tuple(table)
 
@@ -304,16 +305,16 @@ RECIPES["selectors"] = Recipe(
         Row(arm="1k-tracked-ordinary", label="1K ordinary", paper={"perplexity": "26.382"}),
         *(_scored("1k", score, 0.25, perplexity=text) for score, text in _AT_1K.items()),
     ),
-    metrics=("perplexity", "delta", "difference", "relative", "heads"),
-    headline=("delta", "difference", "relative"),
+    metrics=("perplexity", "delta", "difference", "perplexity_difference", "heads"),
+    headline=("delta", "difference", "perplexity_difference"),
     smoke=(
         *(tracked("4k", score, rate) for rate in (0.25, 0.5) for score in ("variance", "forward_kl")),
         *(tracked("4k", score, 0.25) for score in ("residual_cosine", "rank_sum")),
     ),
     notes=(
-        "The difference is that from variance at the same context and rate: of both changes in points, as the paper "
-        "has it for forward KL, and of both perplexities in percent, as it has it for the residual cosine. Patterns "
-        "are dense at 1K, as the paper's there.",
+        "Differences are from variance at the same context and rate: in points between the two changes, as the paper "
+        "gives them for forward KL, and in percent between the two perplexities, as it does for the residual cosine. "
+        "Patterns at 1K are dense, as in the paper.",
     ),
 )
 
@@ -378,17 +379,18 @@ RECIPES["better"] = Recipe(
         *(_varied(idea, 0.5) for idea in _AT_HALF),
         *(_varied(idea, 0.25, bought=True) for idea in _BOUGHT),
     ),
-    metrics=("perplexity", "delta", "difference", "rise", "extra", "context", "heads"),
-    headline=("delta", "difference", "rise", "extra"),
+    metrics=("perplexity", "delta", "difference", "loss_increase", "extra_tokens", "context_gain", "heads"),
+    headline=("delta", "difference", "loss_increase", "extra_tokens"),
     smoke=(
         *("4k-tracked-qk-gradient-25", "4k-tracked-rewarm-25", "4k-tracked-two-events-25"),
         "4k-tracked-variance-25",
     ),
     notes=(
         "The difference is from the paper's method at the same rate; below zero is better.",
-        "Seed 1337 chose which arms further seeds were to judge: of their intervals it is no unbiased part.",
-        "The loss increase is on the controller's text at the event, before any update; of several events their sum.",
-        "Arms with extra tokens train as many more updates from their event on as a speedup of 1.085 gives, "
-        "pruned ones as 1.127 does, and are compared with one another.",
+        "Results of seed 1337 decided which arms were run with more seeds, so it biases the intervals of these arms.",
+        "The loss increase is measured on the controller's text at the event, before any update; several events are "
+        "summed.",
+        "Arms with extra tokens train more updates after their event: as many as a speedup of 1.085 gives, or 1.127 "
+        "if pruned. They are compared with one another.",
     ),
 )

@@ -35,11 +35,11 @@ RECIPES["contexts"] = Recipe(
         16k-mean-50  | 16K 50%      | 16k-ordinary | 24.865     | +1.792 ± 0.112 | 3454.31
         """
     ),
-    metrics=("perplexity", "delta", "context", "heads", "update", "peak"),
+    metrics=("perplexity", "delta", "context_gain", "heads", "update", "peak"),
     smoke=("4k-mean-25", "4k-mean-50", "8k-mean-25"),
     notes=(
-        "The paper's updates are of 15 micro-batches on one GH200, the ordinary model's timed beside each rate; recipe "
-        "training_systems times both in pairs.",
+        "The paper's updates have 15 micro-batches on one GH200, and it timed the ordinary model anew for each rate; "
+        "recipe training_systems times both in pairs.",
     ),
 )
 
@@ -161,7 +161,7 @@ RECIPES["later_intervention"] = Recipe(
             later-ordinary-time | later-gate-taylor-25
             later-ordinary      |
             """,
-            exchange="later-ordinary-more",
+            more_tokens="later-ordinary-more",
         ),
         *rows(
             """
@@ -180,7 +180,8 @@ RECIPES["later_intervention"] = Recipe(
         ),
     ),
     metrics=(
-        *("perplexity", "delta", "extra", "tokens", "paper_exchange", "own_exchange", "exchange"),
+        *("perplexity", "delta", "extra_tokens", "tokens"),
+        *("estimate_at_paper_gain", "estimate_at_measured_gain", "token_gain"),
         *("updates", "minutes", "heads", "delta_seeds"),
     ),
     measurements=(
@@ -189,13 +190,14 @@ RECIPES["later_intervention"] = Recipe(
     ),
     smoke=("later-pruned-25-time", "later-mean-25", "later-ordinary-time", "later-ordinary-more", "pruned-from-start"),
     notes=(
-        "The rate falls from 6e-5, where the paper's full run ends, to 6e-6; at the small scale from 1e-4 to 1e-5. "
-        "Matched time is that of the ordinary arm from the full run on. The paper's minutes are of seed 1337. Its "
-        "accuracies of these models are those of recipe pruning_downstream.",
+        "The learning rate falls from 6e-5, where the paper's full run ends, to 6e-6; at the small scale from 1e-4 to "
+        "1e-5. Matched time is the time of the ordinary arm after the full run. The paper's minutes are of seed 1337. "
+        "Recipe pruning_downstream has its accuracies of these models.",
         "Estimates of the change at matched time are the change at matched tokens less a rate times the extra tokens: "
         "0.14% for 1% as in the paper's regime, or as measured by the ordinary arm with 2% more tokens.",
-        "From initialisation the same heads are pruned before the first update, and one schedule spans as many updates "
-        "as the other arms have in all: the paper does not say its rates, and gives one seed.",
+        "In the arm from initialisation the same heads are pruned before the first update, and one schedule of "
+        "learning rates spans as many updates as the other arms have in all. The paper does not give its rates, and "
+        "has one seed.",
     ),
 )
 
@@ -239,8 +241,8 @@ def _timed(k: str, controls: Iterable[Row]) -> Iterator[Row]:
     """Yield the rows of controls at matched time."""
     for row in controls:
         tokens = row.arm if "random" in row.arm else f"{row.arm}-control"
-        companions = {"tokens": tokens, "exchange": f"{k}-ordinary-more"}
-        companions |= {"raw": f"{row.arm}-raw"} if row.arm in _RAW else {}
+        companions = {"tokens": tokens, "more_tokens": f"{k}-ordinary-more"}
+        companions |= {"measured_time": f"{row.arm}-raw"} if row.arm in _RAW else {}
         paper = _TIMED_PAPER.get(f"{row.arm}-time", {})
         yield _with_end(row, "-time", reference=f"{k}-ordinary-time", companions=companions, paper=paper)
 
@@ -280,15 +282,15 @@ def _timed_rows(k: str, more_rates: tuple[str, ...]) -> Iterator[Row]:
 def _more_tokens(k: str) -> Row:
     """Return the row of the ordinary run that measures what further tokens are worth."""
     more = f"{k}-ordinary-more"
-    label, exchange = f"{k.upper()} ordinary, 3% more tokens", {"exchange": more}
-    return Row(arm=more, label=label, reference=control_trunk(k), companions=exchange)
+    label = f"{k.upper()} ordinary, 3% more tokens"
+    return Row(arm=more, label=label, reference=control_trunk(k), companions={"more_tokens": more})
 
 
 _LINES = {
     "frozen": ("mean", "delta"),
     "pruned": ("pruned", "delta"),
-    "frozen, estimated at 0.14%": ("mean", "paper_exchange"),
-    "pruned, estimated at 0.14%": ("pruned", "paper_exchange"),
+    "frozen, estimated at 0.14%": ("mean", "estimate_at_paper_gain"),
+    "pruned, estimated at 0.14%": ("pruned", "estimate_at_paper_gain"),
 }
 """Lines of the figure `contexts`: the part of their arms' names, and the metric."""
 
@@ -298,10 +300,11 @@ RECIPES["matched_time"] = Recipe(
     also=("tab:fixed-token-controls-main",),
     rows=(*_timed_rows("4k", ("10", "75")), *_timed_rows("16k", ("75",)), *_timed_rows("8k", ())),
     metrics=(
-        *("perplexity", "delta", "raw", "extra", "tokens", "paper_exchange", "own_exchange", "exchange"),
-        *("difference", "updates", "minutes", "intervention", "compilation", "context", "heads"),
+        *("perplexity", "delta", "measured_time", "extra_tokens", "tokens"),
+        *("estimate_at_paper_gain", "estimate_at_measured_gain", "token_gain"),
+        *("difference", "updates", "minutes", "intervention", "compilation", "context_gain", "heads"),
     ),
-    headline=("delta", "extra", "tokens", "paper_exchange", "difference"),
+    headline=("delta", "extra_tokens", "tokens", "estimate_at_paper_gain", "difference"),
     figures=(
         Figure(
             name="contexts",
@@ -321,15 +324,16 @@ RECIPES["matched_time"] = Recipe(
         "4k-ordinary-time-reordered",
     ),
     notes=(
-        "The reference is trained once from initialisation; its second half is what every arm gets. Pruned arms have "
-        "exactly the heads of the frozen arm of their rate; they measure as it does, so that choosing is charged to "
-        "them too. The difference is from the frozen arm of that rate; the paper's without ± is of its two changes.",
-        "At the paper's scale an arm gets the seconds that its reference had left. Small arms do as many updates as "
-        "their speed, measured on 124M, buys, less 28.3 s of the paper's 187.65 minutes for an event. Small arms at "
-        "measured time ran uncompiled for 50 seconds, of which their event took a quarter: hence changes as large as "
-        "+11.5%. They are run no more.",
-        "Reordered data is the ordinary arm with another data order in its second half: its change is the scatter of "
-        "the comparison itself.",
+        "The reference is trained once from initialisation, and every arm starts from its checkpoint halfway. Pruned "
+        "arms lose exactly the heads that the frozen arm of their rate freezes, and are charged for choosing them "
+        "too. The difference is from that frozen arm; a paper's difference without ± is computed from the paper's two "
+        "changes.",
+        "At the paper's scale an arm trains for the seconds that its reference had left. At the small scale the "
+        "number of updates follows from its speed on 124M, less 28.3 s of the paper's 187.65 minutes for an event. "
+        "Small arms at measured time ran uncompiled for 50 seconds, of which their event took a quarter: hence "
+        "changes as large as +11.5%. They are no longer run.",
+        "Reordered data is the ordinary arm with another data order in its second half: its change shows how much two "
+        "equal arms differ by chance.",
         "Estimated changes are those at matched tokens less a rate times the extra tokens: 0.14% for 1% as in the "
         "paper's regime, or as measured by the ordinary run with 3% more tokens.",
     ),
@@ -365,7 +369,7 @@ def _answer_rows(k: str) -> Iterator[Row]:
     for rate in ("50", "25"):
         kinds = rows(_ANSWERS.format(k=k, K=title, r=rate), reference=trunk)
         for row in kinds:
-            yield _with_end(row, "-time", companions={"tokens": row.arm, "exchange": f"{k}-ordinary-more"})
+            yield _with_end(row, "-time", companions={"tokens": row.arm, "more_tokens": f"{k}-ordinary-more"})
         yield from (_with_end(row, "", ", matched tokens") for row in kinds)
     yield from rows(_OWN_CLOCK.format(k=k, K=title), reference=trunk, first_seed=True)
 
@@ -375,10 +379,12 @@ RECIPES["answer"] = Recipe(
     also=("tab:equal-time-controls",),
     rows=(*_answer_rows("16k"), *_answer_rows("4k")),
     metrics=(
-        *("perplexity", "delta", "difference", "extra", "tokens", "own_exchange", "paper_exchange", "exchange"),
-        *("updates", "minutes", "intervention", "context", "heads", "exponential", "fit_kl", "window", "to_4k"),
+        *("perplexity", "delta", "difference", "extra_tokens", "tokens"),
+        *("estimate_at_measured_gain", "estimate_at_paper_gain", "token_gain"),
+        *("updates", "minutes", "intervention", "context_gain", "heads", "exponential", "fit_kl"),
+        *("window", "perplexity_to_4k"),
     ),
-    headline=("perplexity", "window", "to_4k", "delta", "difference", "extra", "tokens"),
+    headline=("perplexity", "window", "perplexity_to_4k", "delta", "difference", "extra_tokens", "tokens"),
     intervals="t",
     figures=(
         Figure(
@@ -402,8 +408,8 @@ RECIPES["answer"] = Recipe(
         "Speeds are those of 124M with heads frozen in linear time and with the same heads pruned, measured in one run "
         "(results/bench/linear.json); an event and its compilation are charged 28.3 s of 187.65 minutes.",
         "The difference is from the frozen arm of the same rate and clock; below zero is better than freezing.",
-        "Own clock: the arm gets the seconds that its reference had left, as it takes them itself.",
-        "Perplexity is measured on windows of the context that an arm was trained at. Arms of two contexts compare, "
+        "Own clock: the arm trains for the seconds that its reference had left, measured while it runs.",
+        "Perplexity is measured on windows of the context that an arm was trained at. Compare arms of two contexts, "
         "roughly, by the first 4,096 tokens of their windows, which at 16K are only a quarter of the held-out text.",
     ),
 )
@@ -422,12 +428,12 @@ RECIPES["peak_rate"] = Recipe(
         for k, peak, warmup in product(("4k", "16k"), PEAK_RATES, WARMUPS)
         for row in rows(_PEAK.format(k=k, K=k.upper(), p=peak, w=warmup))
     ),
-    metrics=("perplexity", "delta", "rise", "heads", "median_kl", "fit_kl", "skipped"),
+    metrics=("perplexity", "delta", "loss_increase", "heads", "median_kl", "fit_kl", "skipped"),
     seeds=1,
     smoke=("4k-peak-1e-3-warmup-10-mean-25",),
     notes=(
         "The paper's peak rate is 6e-4 with 10% of warm-up.",
-        "A rate whose heads fit badly freezes at a higher cost, however low its own perplexity.",
+        "At a peak rate where heads fit badly freezing costs more, however low the ordinary model's perplexity.",
     ),
 )
 
@@ -447,7 +453,7 @@ RECIPES["linear_heads"] = Recipe(
         *(row for rate in ("25", "50") for row in rows(_LINEAR.format(r=rate), reference="4k-ordinary")),
     ),
     metrics=(
-        *("perplexity", "delta", "difference", "rise", "heads", "exponential", "extra_kl", "fit_kl"),
+        *("perplexity", "delta", "difference", "loss_increase", "heads", "exponential", "extra_kl", "fit_kl"),
         *("speedup", "minutes"),
     ),
     headline=("perplexity", "delta", "difference"),

@@ -17,15 +17,15 @@ COMMANDS = {
     **dict.fromkeys(("call", "trained"), ("saf bench prefill", "call")),
     **{"graph": ("saf bench prefill", "graph"), "attention": ("benchmarks.attention", "call")},
 }
-"""The command that measures what the paper's numbers are of, and the way of running in its record."""
+"""By the paper's measurement (`paper.SPEEDS`): our command, and the value of `way` in its records."""
 
 
 def _numbers(
     of: str, model: str, points: str, rates: Sequence[float], *, heads: str = "frozen", peaks: bool = False
 ) -> list[Number]:
-    """Return the speedup at each point and rate, with `peaks` also the change of peak memory, and the paper's.
+    """Return the speedup at each point and rate with the paper's; with `peaks` also the change of peak memory.
 
-    `of` names the paper's measurement, as in `paper.SPEEDS`; points are those of the command line.
+    `of` names the paper's measurement, as in `paper.SPEEDS`; `points` are those of the command line: CONTEXTxSEQUENCES.
     """
     numbers, backend = [], "pruned" if heads == "pruned" else "toeplitz"
     for length, size, *_ in (map(int, point.split("x")) for point in points.split()):
@@ -50,9 +50,9 @@ def _bench(
     numbers: Sequence[Number] | None = None,
     **others: Any,
 ) -> Measurement:
-    """Time a model; `words` are name, what the paper's numbers are of, model, points.
+    """Return a measurement that times a model; `words` are its name, the paper's measurement, model and points.
 
-    `small` is what that scale changes, `others` are fields of the measurement.
+    `small` has the settings that differ at the small scale, `others` further fields of the measurement.
     """
     name, of, model, points = words
     flags = {"model": model, "points": points, "rates": rates, **({"memory": True} if peaks else {}), **settings}
@@ -72,13 +72,13 @@ def _split(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 # --- updates
 
-_SHARES, _HALVES = (0.1, 0.25, 0.5, 0.75), (0.25, 0.5)
+_ALL_RATES, _TWO_RATES = (0.1, 0.25, 0.5, 0.75), (0.25, 0.5)
 _SMALL = {"pairs": 4, "seconds": 540.0}
 _PEAKS = {0.0: "32.21 GiB", 0.1: "31.85 GiB", 0.25: "31.58 GiB", 0.5: "31.24 GiB", 0.75: "30.84 GiB"}
 
 
 def _peak(rate: float, quoted: str) -> Number:
-    """Return the peak itself: the paper has peaks at some rates and changes from the ordinary one at others."""
+    """Return the peak memory at a rate: the paper has it for one shape, and changes of it for others."""
     entry: dict[str, Any] = {"rate": rate, "point": {"length": 4_096, "batch_size": 8}}
     entry |= {"backend": "toeplitz"} if rate else {"backend": None, "arm": "ordinary cudnn"}
     return Number(f"4,096 × 8, {rate:.0%}, peak, GiB", ("memory", entry, "bytes"), quoted, 2, scale=2**-30)
@@ -93,14 +93,14 @@ RECIPES["training_systems"] = Recipe(
     measurements=(
         _bench(
             *("batches", "update", "124m", _BATCHES),
-            rates=_SHARES,
+            rates=_ALL_RATES,
             settings={"memory": True},
             small={"points": "4096x8x4 4096x2x8 4096x4x8", **_SMALL},
-            numbers=[*_numbers("update", "124m", _BATCHES, _SHARES), *(_peak(*each) for each in _PEAKS.items())],
+            numbers=[*_numbers("update", "124m", _BATCHES, _ALL_RATES), *(_peak(*each) for each in _PEAKS.items())],
         ),
         _bench(
             *("contexts", "update", "124m", "4096x8x15 8192x4x15 16384x2x15"),
-            rates=_HALVES,
+            rates=_TWO_RATES,
             small={"points": "4096x8x4 8192x4x4 16384x2x4", **_SMALL},
             peaks=True,
         ),
@@ -108,7 +108,7 @@ RECIPES["training_systems"] = Recipe(
     notes=("The small scale has fewer micro-batches an update, so that clipping and AdamW weigh more.",),
 )
 
-# The paper's estimate of a million GPU-hours after replacement: 64,000 hours saved.
+# The paper estimates that 64,000 of a million GPU-hours after replacement are saved.
 _SAVED = replace(speedup("update time saved at 25%, %", 0.25, (8_192, 2), "6.4"), saved=True, places=1)
 
 RECIPES["scale_up_systems"] = Recipe(
@@ -119,16 +119,16 @@ RECIPES["scale_up_systems"] = Recipe(
         # Starting a group takes longer than all other measurements of the smoke scale.
         _bench(
             *("1B, 8K, four GPUs", "four GPUs", "1b", "8192x2x32"),
-            rates=_HALVES,
+            rates=_TWO_RATES,
             settings={"parallel": "ddp", "others": (), "warmup": 10, "repeats": 5, "pairs": 4, "profile": False},
             small={"processes": 2, "points": "8192x2x4", "num_layers": 8, "seconds": 300.0},
-            numbers=[*_numbers("four GPUs", "1b", "8192x2", _HALVES), _SAVED],
+            numbers=[*_numbers("four GPUs", "1b", "8192x2", _TWO_RATES), _SAVED],
             processes=4,
             smoke=False,
         ),
         _bench(
             *("1B, 8K", "update", "1b", "8192x1x16 8192x2x8"),
-            rates=_HALVES,
+            rates=_TWO_RATES,
             settings={"pairs": 4, "warmup": 3, "repeats": 10, "fresh": True},
             small={"points": "8192x1x4 8192x2x2", "num_layers": 8, "seconds": 540.0, "fresh": False},
             peaks=True,
@@ -142,7 +142,7 @@ RECIPES["scale_up_systems"] = Recipe(
 
 # --- prompts
 
-# cuDNN is the baseline; each other way of ordinary attention is a row of its own: math is PyTorch's eager product.
+# cuDNN is the baseline; other kernels of ordinary attention have rows of their own: math is PyTorch's eager product.
 _OTHERS = {"others": ("auto", "flash", "flex", "math"), "pairs": 6}
 # Calls of few tokens take one launch for all heads of a layer, unless heads are pinned to a kernel (docs/log.md).
 _CALLED = {**_OTHERS, "kernels": ("auto",), "others": ("flash", "flex", "math")}
@@ -150,7 +150,7 @@ _SMALL_PROMPTS = {**_SMALL, "settle_ms": 50.0}
 
 
 def _trained(title: str, rate: float, points: str, settings: Mapping[str, Any]) -> Measurement:
-    """Time a model trained at 16K with its own frozen heads; other scales take random weights and drawn heads."""
+    """Time a model trained at 16K with its own frozen heads; elsewhere weights and heads are random."""
     random: dict[str, Any] = {"model": "124m", "rates": (rate,), "fresh": False, "on": ()}
     return Measurement(
         name=f"{title}, {rate:.0%}",
@@ -164,7 +164,7 @@ def _trained(title: str, rate: float, points: str, settings: Mapping[str, Any]) 
 
 
 def _one_sequence(model: str, all_heads: Mapping[int, str]) -> Measurement:
-    """Time one sequence at a shape, a quarter and all of its heads frozen, by the paper's speedups of the latter."""
+    """Time one sequence with 25% and with all heads frozen; `all_heads` has the paper's speedups of the latter."""
     numbers: list[Number] = []
     for length, whole in all_heads.items():
         numbers += _numbers("call", model, f"{length}x1", [0.25])
@@ -182,11 +182,11 @@ RECIPES["prefill_systems"] = Recipe(
     source=paper.PREFILL,
     also=("fig:systems-across-stages", "tab:pruning-prefill", "app:kernel-details"),
     measurements=(
-        *(_trained("lengths, 64 sequences", rate, _LENGTHS, _OTHERS) for rate in _HALVES),
-        *(_trained("batches at 4K", rate, _BATCHES_AT_4K, _CALLED) for rate in _HALVES),
+        *(_trained("lengths, 64 sequences", rate, _LENGTHS, _OTHERS) for rate in _TWO_RATES),
+        *(_trained("batches at 4K", rate, _BATCHES_AT_4K, _CALLED) for rate in _TWO_RATES),
         _bench(
             *("one sequence, fresh processes", "call", "124m", "4096x1"),
-            rates=_HALVES,
+            rates=_TWO_RATES,
             settings={**_CALLED, "fresh": True},
             small=_SMALL_PROMPTS,
             smoke=False,
@@ -224,7 +224,7 @@ RECIPES["qwen_prefill"] = Recipe(
             *("whole model", "call", *_QWEN),
             rates=_QWEN_RATES,
             settings={"precisions": ("bf16",), "pairs": 5},
-            small={"num_layers": 6, "rates": _HALVES, "seconds": 540.0},
+            small={"num_layers": 6, "rates": _TWO_RATES, "seconds": 540.0},
         ),
     ),
     notes=(
@@ -249,11 +249,11 @@ _PREFILLS = paper.lines("""
     later-pruned-25-time      | pruned, matched time                       | 1.1640 ± 0.0007× | −4.75%
     later-gate-taylor-25-time | pruned by gate-Taylor, matched time        | 1.1657 ± 0.0011× | −5.66%
 """)
-"""Prompts of 32 sequences by checkpoint of recipe later_intervention."""
+"""The paper's speed and peak memory of prompts of 32 sequences, by checkpoint of recipe later_intervention."""
 
 
 def _trained_later(arm: str, words: str, speed: str, peak: str) -> Measurement:
-    """Time 32 sequences on a trained model; other scales take random weights and drawn heads."""
+    """Time 32 sequences on a trained model; elsewhere weights and heads are random."""
     title, point, frozen = f"4,096 × 32, 25% {words}", (4_096, 32), words.startswith("frozen")
     backend = "toeplitz" if frozen else "pruned"
     random = {"on": (), "fresh": False, "pruned": not frozen}
@@ -278,14 +278,14 @@ RECIPES["pruning_costs"] = Recipe(
     measurements=(
         _bench(
             *("updates at native batches", "update", "124m", _NATIVE),
-            rates=_HALVES,
+            rates=_TWO_RATES,
             settings={"pruned": True, "others": ()},
             small={"points": _NATIVE.replace("x6", "x2"), **_SMALL},
             peaks=True,
             numbers=[
                 number
                 for heads in ("frozen", "pruned")
-                for number in _numbers("update", "124m", _NATIVE, _HALVES, heads=heads, peaks=True)
+                for number in _numbers("update", "124m", _NATIVE, _TWO_RATES, heads=heads, peaks=True)
             ],
         ),
         *(_trained_later(**line) for line in _PREFILLS),
@@ -314,7 +314,7 @@ RECIPES["pruning_costs"] = Recipe(
 
 
 def _errors() -> list[Number]:
-    """Return differences from eager attention in the same precision, as the paper's."""
+    """Return errors against eager attention in the same precision, as in the paper."""
     numbers = []
     for tensor, texts in paper.GRADIENT_ERRORS.items():
         columns = [(precision, name) for precision in ("fp32", "bf16") for name in ("max_abs", "relative_l2")]

@@ -17,8 +17,10 @@ _ORDERS = (1337, 1338, 1339)
 
 
 def _timed_numbers(task: str, rate: float) -> list[Number]:
+    """Return speedup, update time and peak memory of finetuning at a rate, with the paper's."""
     entry = {"backend": "toeplitz", "variant": frozenset(f"{task} order-{seed}" for seed in _ORDERS), "rate": rate}
     papers, title = FINETUNING_UPDATES[task, rate], f"{TITLES[task]}, {rate:.0%}"
+    # name in our record, title, name in the paper's numbers, decimals
     columns = [("ratio", "speedup", "speedup", 3), ("arm_ms", "update, ms", "update", 2)]
     if rate == 0.25:
         columns.append(("baseline_ms", "ordinary update, ms", "ordinary", 2))
@@ -33,6 +35,7 @@ def _timed_numbers(task: str, rate: float) -> list[Number]:
 
 
 def _updates(task: str) -> Measurement:
+    """Return the measurement that times finetuning updates in pairs."""
     _, k, settings = DOWNSTREAM[task]
     return Measurement(
         name=f"updates on {TITLES[task]}",
@@ -76,9 +79,9 @@ RECIPES["downstream"] = Recipe(
     measurements=tuple(map(_updates, TITLES)),
     smoke=("downstream-sst2-mean-25", "downstream-quality-ordinary"),
     notes=(
-        "The ordinary model chooses the number of epochs on a share of the training file; frozen ones are finetuned "
-        "like it. The speedup is the ordinary run's median update over the arm's, of runs one after the other; the "
-        "paper's times are of three orders of the examples, and stand beside updates timed in pairs.",
+        "The number of epochs is chosen with the ordinary model, on a share of the training file, and used for the "
+        "frozen ones. The speedup is the ordinary run's median update over the arm's; the runs followed one another. "
+        "The paper's times, for three orders of the examples, stand beside updates timed in pairs.",
         "At the small scale SST-2 is a stratified part of 16,384 examples, and SST-2 and BoolQ have batches of 32.",
     ),
 )
@@ -102,7 +105,8 @@ RECIPES["finetuning_schedules"] = Recipe(
     metrics=("accuracy", "points", "update", "intervention", "updates", "heads"),
     smoke=("during-sst2-one-time",),
     notes=(
-        "Heads are measured on the task's own training examples. The paper does not say when one time is: halfway.",
+        "Heads are measured on the task's own training examples. The paper does not say when one time is; here it is "
+        "halfway.",
     ),
 )
 
@@ -110,6 +114,7 @@ _MODELS = {
     **{"ordinary": "ordinary", "mean-25": "mean 25%", "mean-50": "mean 50%", "pruned-25": "pruning 25%"},
     **{"pruned-50": "pruning 50%", "gate-taylor-25": "gate-Taylor 25%", "from-start": "from initialisation"},
 }
+# Which checkpoints are finetuned: from an event halfway or later, trained for as many tokens or as long.
 _GROUPS = {
     "midpoint": "midpoint, time",
     "later-tokens": "later, tokens",
@@ -137,6 +142,7 @@ _ACCURACIES = lines("""
     later-time-pretraining | pruned-25      | 87.81 ± 0.34 | 71.75 ± 0.29
     later-time-pretraining | gate-taylor-25 | 86.96 ± 0.49 | 71.33 ± 0.16
 """)
+# The paper's differences from pruning by gate-Taylor.
 _FROM_PRUNING = {
     ("later-time-pretraining", "sst2", "mean-25"): {"points_against": "+0.765 ± 0.894"},
     ("later-time-pretraining", "boolq", "mean-25"): {"points_against": "−0.051 ± 0.795"},
@@ -169,10 +175,10 @@ RECIPES["pruning_downstream"] = Recipe(
     metrics=("accuracy", "points", "points_against", "seeds", "updates", "epochs", "heads"),
     smoke=("later-tokens-sst2-pruned-25", "later-tokens-sst2-ordinary"),
     notes=(
-        "Midpoint at matched time: three pretraining seeds, one finetuning seed. Later at matched tokens: one of each. "
-        "Later at matched time: one pretraining seed, three finetuning seeds; and the other way round by pretraining "
-        "seed. The axes are never pooled.",
-        "In each group and task the ordinary model chooses the epochs; the others are finetuned like it. Differences "
+        "Midpoint at matched time: three pretraining seeds, one finetuning seed. Later at matched tokens: one of "
+        "each. Later at matched time: one pretraining seed, three finetuning seeds; by pretraining seed: three and "
+        "one. Pretraining and finetuning seeds are never pooled.",
+        "In each group and task the number of epochs is chosen with the ordinary model and used for all. Differences "
         "are from pruning by gate-Taylor, in each seed.",
     ),
 )
@@ -222,11 +228,11 @@ RECIPES["scale_up_downstream"] = Recipe(
     ),
     smoke=("1b-boolq-mean-25",),
     notes=(
-        "Differences are from pruning by gate-Taylor, in each seed. The ordinary models of the paper chose 5, 1 and 1 "
-        "epochs of SST-2, 4, 2 and 4 of BoolQ, and 5 of QuALITY.",
-        "Pretraining is that of recipe 1b, whose perplexities are the table's other half. At other scales the arms are "
-        "the scale's own runs at 8K.",
-        "The paper's updates are means of whole runs on different allocations; ours are medians.",
+        "Differences are from pruning by gate-Taylor, in each seed. The paper chose, with its ordinary models, 5, 1 "
+        "and 1 epochs of SST-2, 4, 2 and 4 of BoolQ, and 5 of QuALITY.",
+        "Pretraining is that of recipe 1b, which has the other half of the paper's table: perplexities. At other "
+        "scales the arms are the scale's own runs at 8K.",
+        "The paper's update times are means of whole runs on different allocations; ours are medians.",
     ),
 )
 
@@ -234,9 +240,10 @@ RECIPES["scale_up_downstream"] = Recipe(
 
 
 def _recall_figure(learnt: dict[str, str], replaced: dict[str, str]) -> Figure:
-    """Return recall by pairs in 512 tokens, fig:mqar-generalisation: arms by the names of their lines.
+    """Return the figure of recall by pairs in 512 tokens, the paper's fig:mqar-generalisation.
 
-    Some learnt recall with their heads; of others the heads were replaced afterwards, untrained.
+    Both arguments have arms by the names of their lines: those that learnt recall with the heads they have, and those
+    whose heads were replaced after learning, without further training.
     """
     tests = {str(pairs): recall_metric(length, pairs) for length, pairs in RECALL if length == RECALL[0][0]}
     panels = {"learnt with these heads": learnt, "heads replaced after learning, untrained": replaced}
@@ -327,12 +334,12 @@ RECIPES["recall"] = Recipe(
     metrics=(*RECALL_METRICS, *(f"{recall_metric(512, pairs)} seeds" for pairs in (24, 32, 48, 64)), "gate", "heads"),
     smoke=("recall-later-ordinary", "recovery-mean-25"),
     notes=(
-        "Metrics are tests, tokens / pairs; all models learn 8 pairs in 512 tokens. Development is the share of that "
-        "length's queries that are answered; 80% are asked of the ordinary arm.",
+        "Columns are tests, tokens / pairs; all models are trained on 8 pairs in 512 tokens. Development accuracy is "
+        "the share of queries of that task that are answered correctly; the ordinary arm must reach 80%.",
         "Pretraining seeds: three checkpoints, one task seed. Task seeds: the first checkpoint, three task seeds. The "
-        "axes are never pooled.",
-        "After replacement: heads of the ordinary model that has learnt the task are replaced, and it goes on with new "
-        "examples; every row of a model is of one run.",
+        "two are never pooled.",
+        "After replacement: heads are replaced in the ordinary model that has learnt the task, and training continues "
+        "on new examples; all rows of a model are of one run.",
     ),
 )
 
@@ -356,10 +363,10 @@ RECIPES["recall_patterns"] = Recipe(
         """,
     ),
     metrics=(*RECALL_METRICS, "gate", "heads"),
-    notes=("Metrics are tests, tokens / pairs; trainable patterns go on training with the task, without decay.",),
+    notes=("Columns are tests, tokens / pairs; trainable patterns are trained on the task too, without weight decay.",),
 )
 
-# --- a chain a seed, in half an hour of a GPU: pretraining, tasks, and heads replaced after recall was learnt
+# --- pretraining, tasks, and heads replaced after recall was learnt: one chain for each seed, half an hour of a GPU
 
 _STAGED = {"ordinary": "ordinary", "mean-25": "frozen 25%", "pruned-25": "pruned 25%"}
 
@@ -402,9 +409,9 @@ RECIPES["stages"] = Recipe(
     headline=("delta", "accuracy", "points", *(recall_metric(512, pairs) for pairs in (8, 32, 64))),
     smoke=("stages-sst2-pruned-25", "stages-mqar-ordinary", "stages-recovery-mean-25"),
     notes=(
-        "Each seed is a whole chain, pretraining and tasks alike. In each task the ordinary model chooses the epochs, "
-        "the others are finetuned like it. Pruned models lack exactly the frozen heads.",
-        "Metrics of recall are tests, tokens / pairs; rows after replacement are of the ordinary model that has learnt "
-        "recall.",
+        "Each seed is a whole chain of pretraining and tasks. In each task the number of epochs is chosen with the "
+        "ordinary model and used for all. Pruned models lack exactly the heads that frozen models have frozen.",
+        "Columns of recall are tests, tokens / pairs; rows after replacement are of the ordinary model that has "
+        "learnt recall.",
     ),
 )

@@ -22,19 +22,19 @@ RECIPE = Recipe(
     source=Source("tab:none", "invented"),
     rows=rows(
         """
-        arm           | label        | reference | against | tokens        | exchange | perplexity
-        ordinary      | plain        |           |         |               |          | 23.9
-        frozen        | cold         | ordinary  |         | frozen-tokens | more     |
-        pruned        | cut          | ordinary  | frozen  |               |          |
-        frozen-tokens | cold, tokens | ordinary  |         |               |          |
-        more          | longer       | ordinary  |         |               | more     |
-        recall@0      | at once      |           |         |               |          |
-        recall@1      | later        |           |         |               |          |
+        arm           | label        | reference | against | tokens        | more_tokens | perplexity
+        ordinary      | plain        |           |         |               |             | 23.9
+        frozen        | cold         | ordinary  |         | frozen-tokens | more        |
+        pruned        | cut          | ordinary  | frozen  |               |             |
+        frozen-tokens | cold, tokens | ordinary  |         |               |             |
+        more          | longer       | ordinary  |         |               | more        |
+        recall@0      | at once      |           |         |               |             |
+        recall@1      | later        |           |         |               |             |
         """
     ),
     metrics=(
-        *("perplexity", "delta", "difference", "relative", "extra", "tokens", "paper_exchange", "own_exchange"),
-        *("exchange", "heads", "minutes", "recall 512 8"),
+        *("perplexity", "delta", "difference", "perplexity_difference", "extra_tokens", "tokens"),
+        *("estimate_at_paper_gain", "estimate_at_measured_gain", "token_gain", "heads", "minutes", "recall 512 8"),
     ),
 )
 
@@ -101,12 +101,12 @@ def test_numbers_are_taken_in_each_seed_then_averaged(records):
     for row, metric, expected in (
         ("cold", "delta", sum(cold) / 2),
         ("cut", "difference", sum(cut) / 2),
-        ("cut", "relative", (change(2.99, 2.98) + change(2.99, 3.02)) / 2),
-        ("cold", "extra", 10.0),
+        ("cut", "perplexity_difference", (change(2.99, 2.98) + change(2.99, 3.02)) / 2),
+        ("cold", "extra_tokens", 10.0),
         ("cold", "tokens", change(3.01, 3.0)),
-        ("cold", "paper_exchange", change(3.01, 3.0) - 1.4),
-        ("longer", "exchange", rate),
-        ("cold", "own_exchange", change(3.01, 3.0) - 10 * rate),
+        ("cold", "estimate_at_paper_gain", change(3.01, 3.0) - 1.4),
+        ("longer", "token_gain", rate),
+        ("cold", "estimate_at_measured_gain", change(3.01, 3.0) - 10 * rate),
         ("cold", "minutes", 1.5),
         ("at once", "recall 512 8", 50),
         ("later", "recall 512 8", 75),
@@ -114,7 +114,7 @@ def test_numbers_are_taken_in_each_seed_then_averaged(records):
         assert lines.loc[(row, metric), "mean"] == pytest.approx(expected, rel=1e-9), (row, metric)
     assert lines.loc[("cold", "delta"), "standard_error"] == pytest.approx(abs(cold[0] - cold[1]) / 2, rel=1e-12)
     assert lines.loc[("plain", "perplexity"), "paper"] == 23.9
-    assert ("cold", "exchange") not in lines.index
+    assert ("cold", "token_gain") not in lines.index
 
 
 def test_one_seed_has_the_paired_bootstrap_over_windows(records):
@@ -123,7 +123,7 @@ def test_one_seed_has_the_paired_bootstrap_over_windows(records):
     own, other = (torch.tensor(one[arm, 1337]["window_losses"], dtype=torch.float64) for arm in ("frozen", "ordinary"))
     assert math.isnan(value["standard_error"])
     assert [value["low"], value["high"]] == pytest.approx(delta_of_windows(other, own)["ci95"], rel=1e-9)
-    assert math.isnan(table(one).summary.loc[("cold", "extra"), "low"])
+    assert math.isnan(table(one).summary.loc[("cold", "extra_tokens"), "low"])
 
 
 def test_tables_of_different_numbers_of_seeds_say_so_and_fit_the_terminal(records):
