@@ -1,7 +1,7 @@
-"""The pages of results, docs/results/SUBJECT.md, and every cell of their tables, results/cells.csv.
+"""Renders the pages of results, docs/results/SUBJECT.md, and all cells of their tables, results/cells.csv.
 
-Both are rendered from the records in results/ by `python -m experiments results`; `make check` compares. The page of
-answers, docs/results.md, is written by hand: every number of it stands in a cell, as do those of the README's tables.
+`python -m experiments results` writes both from the records in results/, and `make check` compares. docs/results.md is
+written by hand, as are the README and docs/results/answer.md: the numbers of their tables must stand in some cell.
 """
 
 import re
@@ -28,12 +28,12 @@ from saf.records.table import markdown as escaped
 
 @dataclass(frozen=True, kw_only=True)
 class Page:
-    """What a page shows, in this order."""
+    """Title, recipes and benchmarks of a page, in their order there."""
 
     title: str
     introduction: str
     recipes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Recipes by the committed scale that has their runs."""
+    """Names of recipes by scale, a folder of results/ with their runs."""
     benchmarks: Mapping[str, str] = field(default_factory=dict)
     """Headings by kind of record."""
 
@@ -129,7 +129,7 @@ SERIES = {
 """The text above the first table of a series of runs."""
 SPEED_COLUMNS = {**{"speedup": "", "share of time": "share of time ", "cache": "cache ", "paper": "paper "}}
 MEMORY_COLUMNS = {"peak memory": "", "against ordinary": "", "paper": "paper "}
-"""Columns of benchmarks that pages show, each with its word inside a cell; all are in cells.csv."""
+"""Columns of benchmarks that pages show, with the word before each number in a cell; cells.csv has all columns."""
 PAGE_TABLES = ("Perplexity and healing",)
 """Tables of analyses in recipes that pages show; the others are in cells.csv."""
 BOLD_NUMBER = r"\*\*([^*]*\d[^*]*)\*\*"
@@ -141,17 +141,17 @@ class Block:
     """A table of a page, or a paragraph or picture where it has no cells."""
 
     heading: str
-    """Of the part of the page that it belongs to."""
+    """Heading of the section of the page that the block belongs to."""
     title: str = ""
     frame: pd.DataFrame = field(default_factory=pd.DataFrame)
     page: pd.DataFrame | None = None
-    """The table that the page shows in place of the cells; an empty one is nothing."""
+    """The table that the page shows in place of `frame`; an empty one hides it."""
     text: str = ""
     """Markdown below the table."""
     picture: tuple[str, str, str] | None = None
     """Title, file name and SVG of a picture."""
     cells: Mapping[str, str] = field(default_factory=dict)
-    """Section, recipe, scale and table of its cells; without them it has none in cells.csv."""
+    """Columns section, recipe, scale and table of its lines in cells.csv; empty keeps the block out of it."""
 
     def markdown(self) -> Iterator[str]:
         table = self.frame if self.page is None else self.page
@@ -182,7 +182,7 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
 
 
 def render(results: Path, docs: Path) -> dict[Path, str]:
-    """Return what each file should hold that is rendered from the records in `results`."""
+    """Return the contents of every file that is rendered from the records in `results`."""
     pages = {name: list(_blocks(name, results)) for name in PAGES}
     every = [block for blocks in pages.values() for block in blocks]
     rendered = {docs / "results" / f"{name}.md": _page(PAGES[name], blocks) for name, blocks in pages.items() if blocks}
@@ -192,7 +192,7 @@ def render(results: Path, docs: Path) -> dict[Path, str]:
 
 
 def stale(results: Path, docs: Path) -> list[str]:
-    """Return what is not as `python -m experiments results` would write it."""
+    """Return a message for each file that differs from its rendering, and for each number that stands in no cell."""
     rendered = render(results, docs)
     problems = [
         f"{path}: not what {results}/ renders to; run `python -m experiments results`"
@@ -209,7 +209,7 @@ def stale(results: Path, docs: Path) -> list[str]:
 
 
 def _numbers_of_tables(text: str) -> Iterator[str]:
-    """Yield the numbers with decimals in the tables of a document, but for cells and columns of the paper's."""
+    """Yield the numbers with decimals in the tables of a document, without those of the paper."""
     head: list[str] = []
     for line in text.splitlines():
         if not line.startswith("|"):
@@ -272,7 +272,7 @@ def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
         title = f"{table.recipe.title}, measured ({table.scale})"
         yield Block(heading=heading, title=title, frame=numbers, cells=where)
     for record in (record for records in measured.values() for record in records):
-        for block in _analysed(heading, record, where):
+        for block in _analysis_blocks(heading, record, where):
             if block.cells:
                 shown = block.title in PAGE_TABLES
                 yield replace(block, text=block.text * shown, page=None if shown else pd.DataFrame())
@@ -297,7 +297,7 @@ def document(blocks: Sequence[Block]) -> str:
 
 
 def on_terminal(blocks: Sequence[Block]) -> str:
-    """Return the tables and notes of a recipe as plain text, of those with a headline the headline alone."""
+    """Return the tables and notes of a recipe as plain text; a table with a headline is the headline alone."""
     texts = []
     for block in blocks:
         is_headline = block.page is not None and len(block.page) > 0
@@ -312,8 +312,8 @@ def on_terminal(blocks: Sequence[Block]) -> str:
 # --- analyses and benchmarks
 
 
-def _analysed(heading: str, record: Record, where: Mapping[str, str]) -> Iterator[Block]:
-    """Yield what an analysis says of its record, and its tables with their first column as index; else nothing."""
+def _analysis_blocks(heading: str, record: Record, where: Mapping[str, str]) -> Iterator[Block]:
+    """Yield the texts and tables of an analysis's record, or nothing for a record of another kind."""
     for part in ANALYSES[record["kind"]].tables(record) if record["kind"] in ANALYSES else ():
         if isinstance(part, Table):
             frame = pd.DataFrame(part.rows, columns=part.columns).set_index(part.columns[0])
@@ -327,7 +327,7 @@ def _analyses(folder: Path) -> Iterator[Block]:
     for path in sorted(folder.glob("*.json")):
         record, words = read_json(path), path.stem.replace("-", " ").capitalize()
         heading = f"{words}, 124M halfway through 84M tokens"
-        yield from _analysed(heading, record, {"section": "Analyses", "recipe": path.stem})
+        yield from _analysis_blocks(heading, record, {"section": "Analyses", "recipe": path.stem})
         if (picture := analysis_figure([record])) is not None:
             yield Block(heading=heading, picture=(path.stem, f"{path.stem}.svg", picture))
 
@@ -349,9 +349,10 @@ def _benchmarks(kind: str, section: str, records: list[Record]) -> Iterator[Bloc
 
 
 def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | None:
-    """Return a table with a column for each share of the heads, its cells joined; None if it is of another kind.
+    """Return a table with a column for each share of the heads; None for tables without shares.
 
-    "2048x4; 25% frozen" becomes the line "2048x4; frozen". The first column is the value, the others stand in brackets.
+    Rows such as "2048x4; 25% frozen" and "2048x4; 50% frozen" become one row "2048x4; frozen". In a cell the number of
+    the first column of `words` stands first, the others in brackets.
     """
     value, *others = words
     if value not in frame or "% " not in " ".join(frame.index):
@@ -371,7 +372,7 @@ def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | No
 
 
 def _runs(results: Path) -> Iterator[Block]:
-    """Yield the arms of folders of runs side by side."""
+    """Yield a table of arms for each folder of runs."""
     folders = sorted({path.parent.parent for path in results.glob("*/*/config.json")})
     for folder in folders:
         runs = [RecordedRun.open(path.parent) for path in folder.glob("*/config.json")]

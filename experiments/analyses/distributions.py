@@ -42,12 +42,17 @@ from saf.targets import (
 QUERIES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 3 / 4, 1)
 """The paper's query positions, as shares of the length."""
 FAMILIES = ("resampled", "gaussian", "dirichlet")
+"""Ways to generate rows: drawing whole measured rows again, and the two models."""
 SCALE = 4.0
 """Factor of Dirichlet concentrations in diagnostics; patterns to install take 16 (paper, appendix)."""
-ROWS, SPLITS, SETS = 96, 16, 4
-"""Most rows of each side in one energy distance; splits whose upper quartile is the unit; generated sets."""
+ROWS = 96
+"""Most rows of each side in one energy distance."""
+SPLITS = 16
+"""Random splits of measured rows; the upper quartile of their energy distances is the unit of all others."""
+SETS = 4
+"""Sets of rows that each model generates; their energy distances are averaged."""
 DRAWS, POINTS = 500, 101
-"""Generated entries; points of a curve in the record."""
+"""Number of generated samples of an entry, and of points of a curve in the record."""
 PROFILES = 512
 """Most profiles of each kind in a projection."""
 EDGES = (0, *(2**power for power in range(11)))
@@ -58,7 +63,7 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Distributions(ModelAnalysis):
-    """Hold measured attention rows and entries against the Gaussian and Dirichlet models fitted to other sequences."""
+    """Compare measured attention rows and entries with Gaussian and Dirichlet models fitted to other sequences."""
 
     kind = "distributions"
     sequences: int = 500
@@ -66,7 +71,7 @@ class Distributions(ModelAnalysis):
     fitted: float = 0.6
     """Share of the sequences that the models are fitted to; the others are held out."""
     rate: float = 0.25
-    """Share of all heads to look at: those of lowest variance."""
+    """Share of all heads to compare: those with the lowest variance."""
     shown: int = 4
     """Heads whose curves the figure shows, spread evenly over the heads."""
     scale: float = SCALE
@@ -119,18 +124,18 @@ class Distributions(ModelAnalysis):
         )
         entries = record["entries"]
         names = {"logit": "logit: normal", "gaussian": "probability: Gaussian", "dirichlet": "probability: Dirichlet"}
-        steps = [[words, f"{median(entries['distances'][name]):.3f}"] for name, words in names.items()]
+        medians = [[words, f"{median(entries['distances'][name]):.3f}"] for name, words in names.items()]
         title = f"Entry of query {entries['query'] + 1:,} and key {entries['key'] + 1:,}, counted from 1"
         columns = ["model", "median Kolmogorov-Smirnov distance"]
         return [
             conditions,
             Table.of("", ["rows drawn", "ours", "paper"], rows),
-            Table.of(title, columns, steps, [paper.DISTRIBUTIONS.note]),
+            Table.of(title, columns, medians, [paper.DISTRIBUTIONS.note]),
         ]
 
     @staticmethod
     def draw(records: Sequence[Record]) -> Figure:
-        """Return an entry's distribution functions for some heads, the rows' energy distances, and planes if any."""
+        """Draw an entry's distribution functions for some heads, distances of rows and entries, and any UMAP."""
         record, *_ = records
         curves, planes = record["entries"]["curves"], record.get("projections") or []
         drawn, axes = subplots(3 + bool(planes), max(2, len(curves)))
@@ -168,16 +173,16 @@ class Distributions(ModelAnalysis):
 
 
 def gaussian_rows(logits: Tensor, count: int, *, seed: int, key: Key) -> Tensor:
-    """Return rows `[count, W]`: logits drawn one by one with the means and variances of `logits [N, W]`, softmax."""
+    """Return rows `[count, W]`, the softmax of independent normal logits with mean and variance of `logits [N, W]`."""
     values = logits.double()
     noise = torch.from_numpy(stream_of(seed, key).standard_normal((count, values.shape[1])))
     return (values.mean(0) + values.std(0) * noise).softmax(-1)
 
 
 def dirichlet_rows(rows: Tensor, count: int, *, seed: int, key: Key, scale: float = SCALE) -> Tensor:
-    """Return rows `[count, W]` from Dirichlet(c m), m the mean of `rows [N, W]`, c `scale` times Eq. (18).
+    """Return rows `[count, W]` from Dirichlet(c m): m is the mean of `rows [N, W]`, c is `scale` times Eq. (18).
 
-    c and parameters are bounded as those of the pattern; rows that are nearly one-hot or constant are their mean.
+    c and c m have the bounds of the sampled pattern. Measured rows that are nearly one-hot or constant give their mean.
     """
     values = rows.double()
     center, spread = values.mean(0), values.var(0).sum()
@@ -199,15 +204,15 @@ def distances(one: Tensor, other: Tensor) -> np.ndarray:
 def energy_distance(between: np.ndarray, within_one: np.ndarray, within_other: np.ndarray) -> float:
     """Return 2 E|X - Y| - E|X - X'| - E|Y - Y'| from matrices of distances (Eq. S.28 of docs/method.md).
 
-    Expectations are means over all pairs, a row's with itself included: never negative, zero only for equal samples.
+    Means include the pairs of a row with itself: never negative, and zero only for equal samples.
     """
     return float(2 * between.mean() - within_one.mean() - within_other.mean())
 
 
 def split_quartile(pairs: np.ndarray, *, rows: int, generator: torch.Generator) -> float:
-    """Return the upper quartile, over random splits of one sample, of the energy distance between two parts of it.
+    """Split a sample at random into two parts of `rows` rows; return the upper quartile of their energy distances.
 
-    `pairs [N, N]` are the sample's own distances; each part has `rows` rows.
+    `pairs [N, N]` are the distances between the rows of the sample.
     """
     energies = []
     for _ in range(SPLITS):
@@ -221,11 +226,11 @@ def split_quartile(pairs: np.ndarray, *, rows: int, generator: torch.Generator) 
 def row_distances(
     statistics: AttentionStatistics, heads: Sequence[Head], *, fitted: int, scale: float = SCALE, seed: int = 0
 ) -> dict[str, Any]:
-    """Compare whole rows of the sequences after the first `fitted` with rows that models of those generate.
+    """Compare rows that models of the first `fitted` sequences generate with measured rows of the other sequences.
 
-    Returns `rows`, of each side in one estimate; `quartile [F, R]`, of two parts of the fitted sequences; `normalised`,
-    by family the mean energy distance over generated sets divided by it, NaN if no row differs from another; and the
-    `medians` over heads and queries.
+    Returns `rows`, their number on each side; `quartile [F, R]`, of `split_quartile` on the fitted sequences;
+    `normalised`, by family the mean energy distance over generated sets divided by the quartile, NaN where no row
+    differs from another; and `medians` over heads and queries.
     """
     held = statistics.num_sequences - fitted
     size = min(ROWS, fitted // 2, held)
@@ -234,18 +239,19 @@ def row_distances(
     for number, head in enumerate(tqdm(heads, "heads", mininterval=5)):
         measured, logits = (statistics.take(name, [head])[0] for name in ("rows", "logit_rows"))
         for at, position in enumerate(statistics.positions):
-            own, before = (values[:fitted, at, : position + 1] for values in (measured, logits))
-            others = measured[fitted:, at, : position + 1]
+            fitted_rows, fitted_logits = (values[:fitted, at, : position + 1] for values in (measured, logits))
+            heldout_rows = measured[fitted:, at, : position + 1]
             generator = torch.Generator().manual_seed(seed)
-            quartile[number, at] = split_quartile(distances(own, own), rows=size, generator=generator)
-            for run in range(SETS):
-                chosen = others[torch.randperm(held, generator=generator)[:size]]
-                key = (*head, position, run)
-                again = torch.from_numpy(stream_of(seed, key).integers(fitted, size=size))
+            pairs = distances(fitted_rows, fitted_rows)
+            quartile[number, at] = split_quartile(pairs, rows=size, generator=generator)
+            for repeat in range(SETS):
+                chosen = heldout_rows[torch.randperm(held, generator=generator)[:size]]
+                key = (*head, position, repeat)
+                indices = torch.from_numpy(stream_of(seed, key).integers(fitted, size=size))
                 drawn = {
-                    "resampled": own[again],  # with replacement: the reference for finite samples
-                    "gaussian": gaussian_rows(before, size, seed=seed, key=key),
-                    "dirichlet": dirichlet_rows(own, size, seed=seed, key=key, scale=scale),
+                    "resampled": fitted_rows[indices],  # with replacement: what a perfect model reaches at this size
+                    "gaussian": gaussian_rows(fitted_logits, size, seed=seed, key=key),
+                    "dirichlet": dirichlet_rows(fitted_rows, size, seed=seed, key=key, scale=scale),
                 }
                 within = distances(chosen, chosen)
                 for name, rows in drawn.items():
@@ -263,7 +269,7 @@ def row_distances(
 def _entries(
     settings: Distributions, statistics: AttentionStatistics, heads: Sequence[Head], shown: Sequence[Head], fitted: int
 ) -> dict[str, Any]:
-    """Return the distances of the last query's entry of the key before it for all heads, and the shown ones' curves."""
+    """Compare the last query's attention to the key before it: distances for all heads, curves for the shown ones."""
     query, shares = statistics.positions[-1], np.linspace(0, 1, POINTS)
     distances: dict[str, list[float]] = {name: [] for name in ("logit", "gaussian", "dirichlet")}
     curves = []
@@ -282,10 +288,10 @@ def _entries(
 def entry_samples(
     rows: Tensor, logits: Tensor, entry: int, fitted: int, scale: float, seed: int, key: Key
 ) -> tuple[dict[str, np.ndarray], tuple[float, float]]:
-    """Return samples of one entry of `rows` and `logits [N, W]`, and mean and width of the logits' normal model.
+    """Return samples of one entry of `rows` and `logits [N, W]`, and mean and deviation of the logits' normal model.
 
-    `logits` and `measured` are of the sequences after the first `fitted`; `gaussian` and `dirichlet` are of rows that
-    the models of those generate.
+    Samples `logits` and `measured` are of the sequences after the first `fitted`. Models of the first ones generate
+    the samples `gaussian` and `dirichlet`.
     """
     generated = {
         "gaussian": gaussian_rows(logits[:fitted], DRAWS, seed=seed, key=key),
@@ -302,14 +308,14 @@ def entry_samples(
 def entry_distances(samples: dict[str, np.ndarray], normal: tuple[float, float]) -> dict[str, float]:
     """Return Kolmogorov-Smirnov distances of the measured logits and probabilities from their models.
 
-    That of `logit` is 1 if the normal model has no width.
+    The distance of `logit` is 1 if the normal model has no deviation.
     """
     fitted = stats.norm(*normal).cdf if normal[1] > 0 else None
-    steps = {"logit": 1.0 if fitted is None else float(np.asarray(stats.ks_1samp(samples["logits"], fitted))[0])}
+    results = {"logit": 1.0 if fitted is None else float(np.asarray(stats.ks_1samp(samples["logits"], fitted))[0])}
     for name in ("gaussian", "dirichlet"):
-        # Only the statistic is wanted; an exact p-value would take longer than all the rest.
-        steps[name] = float(np.asarray(stats.ks_2samp(samples["measured"], samples[name], method="asymp"))[0])
-    return steps
+        # Only the statistic is used; an exact p-value would take longer than all the rest.
+        results[name] = float(np.asarray(stats.ks_2samp(samples["measured"], samples[name], method="asymp"))[0])
+    return results
 
 
 # --- profiles in the plane
@@ -343,13 +349,13 @@ def sample_profiles(
 
 
 def project_profiles(sample: dict[str, Tensor], reducer: Any) -> dict[str, np.ndarray]:
-    """Return points in the plane by a map that is fitted to the measured profiles alone.
+    """Project profiles into the plane by `reducer` (UMAP), fitted to the measured profiles alone.
 
-    Square roots are taken and standardised by the measured profiles. Distances in the plane are no test.
+    It sees square roots, standardised by the measured profiles. Distances in the plane are no test.
     """
     roots = {name: values.double().sqrt() for name, values in sample.items()}
     width = roots["measured"].std(0)
-    # A bin that is alike in all measured profiles, perhaps empty, separates none.
+    # A bin that is equal in all measured profiles, perhaps empty, stays unscaled.
     width = torch.where(width > 0, width, 1.0)
     scaled = {name: ((values - roots["measured"].mean(0)) / width).numpy() for name, values in roots.items()}
     points = {"measured": reducer.fit_transform(scaled["measured"])}
@@ -357,7 +363,7 @@ def project_profiles(sample: dict[str, Tensor], reducer: Any) -> dict[str, np.nd
 
 
 def _projections(settings: Distributions, opened: ModelWithData, shown: Sequence[Head]) -> list[dict[str, Any]]:
-    """Return the plane of each shown head, from rows in the latter half of sequences that nothing was fitted to."""
+    """Project the profiles of each shown head, from rows in the latter half of windows no model was fitted to."""
     umap = importlib.import_module("umap")
     some = opened.windows(settings.profiles)[:, :-1]
     with opened.autocast:
