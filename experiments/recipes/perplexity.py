@@ -113,7 +113,8 @@ RECIPES["fixed_token_controls"] = Recipe(
     ),
     headline=("perplexity", "delta", "difference"),
     notes=(
-        "Differences are from mean + variance halfway, at the same rate. Pruned arms have exactly its heads.",
+        "Differences are from mean + variance halfway, at the same rate. Pruned arms lack exactly the "
+        "heads that it freezes.",
         "In the paper the largest fit KL is 0.159 nats, and no head is skipped.",
     ),
 )
