@@ -70,7 +70,7 @@ class Arm:
         """Such as "ordinary cudnn" or "25% toeplitz cudnn"."""
         if self.backend is None:
             return f"{'control' if self.control else 'ordinary'} {self.kernel}"
-        return f"{100 * self.rate:g}% {self.backend} {self.kernel}"
+        return f"{100 * self.rate:.3g}% {self.backend} {self.kernel}"
 
     @property
     def role(self) -> str:

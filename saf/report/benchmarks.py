@@ -187,7 +187,7 @@ def _arm_name(row: Record) -> str:
 
 
 def _edited_name(row: Record) -> str:
-    share = f"{100 * row['rate']:g}%"
+    share = f"{100 * row['rate']:.3g}%"
     return f"{share} pruned" if row["backend"] == PRUNED else f"{share} frozen, {row['backend']}"
 
 

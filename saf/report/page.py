@@ -134,7 +134,7 @@ def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[
     for each in run.events:
         costs |= {part: costs.get(part, 0.0) + cost for part, cost in each.seconds.items()}
     parts = ", ".join(f"{part.replace('_', ' ')} {seconds(cost)}" for part, cost in costs.items())
-    settings = ("rate",) if config.get("operation") == "prune" else ("rate", "pattern", "storage")
+    settings = ("score", "rate") if config.get("operation") == "prune" else ("score", "rate", "pattern", "storage")
     facts = {
         **{name: config.get(name) for name in settings},
         "calibrated on": f"{sequences} × {number(freeze.get('length'))} tokens" if sequences else None,
