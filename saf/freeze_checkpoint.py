@@ -46,7 +46,7 @@ class CheckpointFreezing:
     out: Path
     """Write the new checkpoint or model into this folder."""
     data: Path | None = None
-    """Read this file of text (of a Hugging Face model), or folder made by `saf data prepare` with the model's
+    """Read this file of text (of a Hugging Face model), or folder written by `saf data prepare` with the model's
     tokenizer (--tokenizer MODEL); by default the data that a checkpoint was trained on."""
     bos: bool = False
     """Begin each sequence with the beginning-of-text token (BOS) of a Hugging Face model's tokenizer."""

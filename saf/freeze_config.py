@@ -19,7 +19,7 @@ from saf.selection import Chooser, existing, heads_at_rate, select
 from saf.targets import FITTED, TARGETS, Storage, check_options
 
 COUNT_SETTINGS = ("rate", "count", "heads", "match_heads")
-"""Settings that set the number of heads; on the command line only one may be given."""
+"""Settings that set the number of heads; on the command line only one may be named."""
 _HEAD_LISTS = ("heads", "exclude", "only", "match_heads")
 _FIT_SETTINGS = ("fitter", "fitter_options", "max_fit_kl")
 _PATTERN_SETTINGS = ("pattern", "pattern_options", "storage", "backend", "trainable", *_FIT_SETTINGS)
@@ -113,7 +113,7 @@ class FreezeConfig:
     """Pass these further arguments to the pattern, by name; on the command line such as: scale 4."""
 
     def __post_init__(self):
-        """Raise InputError for unknown names, values out of range, and settings without effect beside others."""
+        """Raise InputError for unknown names, values out of range, and settings that others leave without effect."""
         check_name("operation", self.operation, get_args(Operation))
         check_name("storage", self.storage, ("auto", *get_args(Storage)))
         check_name("pattern", self.pattern, TARGETS)
@@ -138,7 +138,7 @@ class FreezeConfig:
         self._check_effects()
 
     def _without_effect(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield `(reason, names)` of settings that have no effect beside these."""
+        """Yield `(reason, names)` of settings that these leave without effect."""
         if self.operation == "prune":
             yield "pruned heads have no patterns", _PATTERN_SETTINGS
         if self.uses_joint_cost:

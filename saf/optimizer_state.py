@@ -235,5 +235,5 @@ def _group_without_decay(optimizer: Optimizer, source: dict[str, Any]) -> dict[s
 
 
 def _scheduled(optimizer: Optimizer) -> bool:
-    """Return whether a scheduler of PyTorch was made for the optimiser; it marks the step it watches."""
+    """Return whether a scheduler of PyTorch belongs to the optimiser; it marks the step it watches."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")

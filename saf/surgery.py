@@ -36,7 +36,7 @@ from saf.optimizer_state import (
 )
 from saf.patterns import Pattern, TrainablePattern, is_trainable, pattern_for_each_head
 
-# --- the verbs; they leave inference mode, as tensors made in it could never be trained
+# --- the verbs; they leave inference mode, as tensors created in it could never be trained
 
 
 @torch.inference_mode(False)

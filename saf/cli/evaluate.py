@@ -37,8 +37,8 @@ class Command:
     """Evaluate this checkpoint (step-N), run (its newest checkpoint), folder written by saf.save, or Hugging Face model
     (its folder, or its name on the hub)."""
     data: Path | None = None
-    """Read this file of text, or folder made by `saf data prepare` with the model's tokenizer (--tokenizer, the folder
-    of its training data, or a Hugging Face model); by default the data that the model was trained on."""
+    """Read this file of text, or folder written by `saf data prepare` with the model's tokenizer (--tokenizer, the
+    folder of its training data, or a Hugging Face model); by default the data that the model was trained on."""
     tasks: tuple[TaskName, ...] = ()
     """Answer these zero-shot tasks."""
     task_data: Path | None = None

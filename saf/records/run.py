@@ -341,7 +341,7 @@ class Kind(Enum):
 
     CHECKPOINT = "a checkpoint (step-N)"
     RUN = "a run"
-    DATA = "a folder made by `saf data prepare`"
+    DATA = "a folder written by `saf data prepare`"
     MODEL = "a folder written by saf.save"
     HEADS = "the frozen heads of a model that keeps its own weights"
     TRANSFORMERS = "a model of transformers (save_pretrained)"
@@ -350,7 +350,7 @@ class Kind(Enum):
 
 
 def kind_of(path: Path | str) -> Kind | None:
-    """Return what a path holds, judged by the names of its files; None for anything else.
+    """Return what a path holds, by the names of its files; None for anything else.
 
     A damaged folder keeps its kind: a checkpoint without its manifest is still a checkpoint, refused when it is opened.
     Raises CheckpointError for a saf.json that cannot be read.

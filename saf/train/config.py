@@ -27,7 +27,7 @@ class TrainConfig:
     """The settings of one arm; a wrong value raises InputError that names its field."""
 
     data: str
-    """Read this folder made by `saf data prepare`; to finetune, this file of training examples."""
+    """Read this folder written by `saf data prepare`; to finetune, this file of training examples."""
     out: str
     """Write the run into this folder, which is new, or the one to resume."""
     task: str = "text"

@@ -55,7 +55,7 @@ def test_a_wrong_path_is_named_with_what_is_there(tmp_path):
     data = written(tmp_path / "data", "index.json")
     (tmp_path / "text.txt").write_text("")
     for path, actual in (
-        (data, "is a folder made by `saf data prepare`"),
+        (data, "is a folder written by `saf data prepare`"),
         (tmp_path, "holds nothing that saf writes"),
         (tmp_path / "absent", "does not exist"),
         (tmp_path / "text.txt", "is a file"),
