@@ -1,7 +1,7 @@
 """A scale sets the size of every run of a recipe: model, context, batch, number of updates.
 
-Its name may go on with the tokens of a run, and with any word that keeps a further set of the same runs apart:
-small, small-75M, small-75M-again, 124m-84M.
+Its name may go on with the tokens of a run, with a peak learning rate, and with any word that keeps a further set of
+the same runs apart: small, small-75M, small-75M-again, converged-1e-3.
 """
 
 import re
@@ -149,12 +149,16 @@ SCALES = {
 def scale_named(name: str) -> Scale:
     """Return a scale; tokens in its name resize its runs: those of small-75M have at most 75M at the shortest context.
 
-    Updates at other contexts change by the same factor. Raises InputError for an unknown scale.
+    Updates at other contexts change by the same factor. A number such as 1e-3 is the peak learning rate.
+
+    Raises InputError for an unknown scale.
     """
     base, *rest = name.split("-")
     if base not in SCALES:
         raise InputError(f"there is no scale {base!r}{did_you_mean(base, SCALES) or f'; there are {[*SCALES]}'}")
     scale = SCALES[base]
+    if rate := re.search(r"-(\d+e-\d+)\b", name):
+        scale = replace(scale, settings={**scale.settings, "peak_lr": float(rate[1])})
     if not rest or not (size := re.fullmatch(r"(\d+)([KMB])", rest[0])):
         return replace(scale, name=name)
     if not scale.resizable:
