@@ -95,7 +95,7 @@ def measure(settings: Accuracy, *, out: Path | None = None) -> Row:
                         rows.append(transitions_row(settings, backend, execution.device))
                 session.add([{"backend": backend, "precision": precision, **row} for row in rows])
                 worst = max(row["relative_l2"] / row["limit"] for row in rows)
-                session.say(f"{backend or 'pruned'} {precision}: at most {worst:.2f} of the limit")
+                session.log(f"{backend or 'pruned'} {precision}: at most {worst:.2f} of the limit")
     return session.record
 
 

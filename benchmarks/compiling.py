@@ -72,7 +72,7 @@ def record_events(session: Session, settings: Compiling, form: str, point: Point
     own = {"part": "event", **place, "form": form, "caches": "empty"}
     rows = [{**own, "event": name, **numbers} for name, numbers in results.items()]
     session.add(rows)
-    session.say(f"{form}: lost " + ", ".join(f"{row['event']} {row['lost_s']:.1f} s" for row in rows))
+    session.log(f"{form}: lost " + ", ".join(f"{row['event']} {row['lost_s']:.1f} s" for row in rows))
 
 
 def events(settings: Compiling, form: str, point: Point, caches: str | None = None) -> dict[str, Any]:

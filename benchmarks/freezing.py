@@ -97,7 +97,7 @@ def measure_point(session: Session, settings: Freezing, point: Point) -> None:
         row |= {"seconds": total["median"], "spread": total, "first_seconds": first, "first_stages": stages}
         row |= {"stages": {name: spread([each[name] for *_, each in warm]) for name in stages}}
         session.add([{**fields, **row}])
-        session.say(f"{100 * rate:g}%: first use {first:.3f} s, then {total['median']:.3f} s")
+        session.log(f"{100 * rate:g}%: first use {first:.3f} s, then {total['median']:.3f} s")
 
     for rate in settings.rates:
         session.attempt(f"{point.name} {100 * rate:g}%", lambda rate=rate: time_rate(rate))

@@ -18,7 +18,7 @@ from experiments.results import document, on_terminal, recipe_blocks, write_page
 from experiments.run import Key, Outcome, Run, execute, plan
 from experiments.scales import Scale, scale_named
 from experiments.tables import RecipeTable, check_recipe, latex
-from saf.cli.output import say
+from saf.cli.output import print_progress
 from saf.errors import InputError, SafError
 from saf.records.files import write_atomically
 from saf.records.table import byte_size
@@ -92,7 +92,7 @@ class Experiments:
             self._measure(scale, chosen, runs, inputs, outcome)
         self._show(chosen)
         for title, problem in outcome.failed.items():
-            say(f"{title} {problem}")
+            print_progress(f"{title} {problem}")
         return EXIT_STOPPED if outcome.stopped else int(bool(outcome.failed))
 
     def _seeds(self, scale: Scale, each: Recipe | None = None) -> tuple[int, ...]:
@@ -213,7 +213,7 @@ def main(words: list[str]) -> int:
         sys.stdout.flush()
         return code
     except (InputError, SafError) as error:
-        say(f"error: {error}")
+        print_progress(f"error: {error}")
         return 2
     except BrokenPipeError:  # as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

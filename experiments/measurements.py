@@ -17,7 +17,7 @@ from experiments.inputs import Inputs
 from experiments.run import Key, Run
 from experiments.scales import Scale, scale_named
 from saf.checkpoint import latest, step_name
-from saf.cli.output import say
+from saf.cli.output import print_progress
 from saf.errors import InputError, SafError
 from saf.records.files import read_json, write_json
 from saf.records.result import command, read_result
@@ -255,7 +255,7 @@ class Maker:
         out = self.file(each)
         if out.is_file():
             return None
-        say(f"measuring {self.recipe}, {each.name} ({each.does}) in {out}")
+        print_progress(f"measuring {self.recipe}, {each.name} ({each.does}) in {out}")
         log, partial = out.with_suffix(".log"), out.with_suffix(".partial.json")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:

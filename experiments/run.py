@@ -22,7 +22,7 @@ from experiments.inputs import Inputs
 from experiments.records import complete_record
 from experiments.scales import BRANCHES, Scale
 from saf.checkpoint import Checkpoint, latest, step_name
-from saf.cli.output import say
+from saf.cli.output import print_progress
 from saf.errors import InputError, SafError, did_you_mean
 from saf.freeze_config import FreezeConfig, unfitted_reason
 from saf.machine import visible_devices
@@ -316,7 +316,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
             for run in [] if outcome.stopped or stop.requested else ready[: len(lanes)]:
                 lane, began = lanes.pop(0), time.monotonic()
                 size = "" if run.own_updates is None else f" {run.own_updates:,} updates"
-                say(f"{run.title}:{size} in {run.folder}")
+                print_progress(f"{run.title}:{size} in {run.folder}")
                 if jobs == 1:
                     future: Future[str | None] = Future()
                     future.set_result(_make(run, inputs))
@@ -335,7 +335,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
                 elif problem is not None:
                     outcome.failed[run.title] = problem
                 ended = problem or f"ended after {seconds(time.monotonic() - began)}"
-                say(f"{run.title} {ended}; {total - len(pending) - len(active)} of {total}")
+                print_progress(f"{run.title} {ended}; {total - len(pending) - len(active)} of {total}")
         outcome.stopped |= stop.requested and bool(pending)
     return outcome
 

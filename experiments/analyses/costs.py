@@ -31,7 +31,7 @@ from experiments.analyses.common import (
 from experiments.records import Record
 from saf.calibration import calibrate, gate_gradients, head_outputs
 from saf.calibration.capture import measurable_heads
-from saf.cli.output import say
+from saf.cli.output import print_progress
 from saf.errors import InputError
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FittedHead
@@ -68,7 +68,7 @@ class OneHead(ModelAnalysis):
         opened.check_rates(self.rates)
         with opened.autocast:
             ids = opened.calibration()
-            say(f"calibrating on {self.sequences} sequences")
+            print_progress(f"calibrating on {self.sequences} sequences")
             statistics = calibrate(opened.model, ids, collect=("mean_rows",) if self.heldout_sequences else ())
             scores = available_scores(opened, ids, statistics, self.heldout_sequences)
             meter = CostMeter(opened.model, opened.windows(self.windows), batch_size=self.batch_size)
@@ -110,7 +110,7 @@ def available_scores(
     opened: ModelWithData, ids: list[Tensor], statistics: AttentionStatistics, heldout: int
 ) -> dict[str, Tensor]:
     """Return every score `[L, H]` whose inputs can be measured here, by name; the random score is left out."""
-    say("measuring the inputs of scores")
+    print_progress("measuring the inputs of scores")
     inputs: dict[str, Any] = {"gates": gate_gradients(opened.model, ids)}
     if heldout:
         size = opened.analysis.batch_size

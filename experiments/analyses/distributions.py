@@ -22,7 +22,7 @@ from experiments import paper
 from experiments.analyses.common import ModelAnalysis, ModelWithData, subplots
 from experiments.records import Record
 from saf.calibration import calibrate
-from saf.cli.output import say
+from saf.cli.output import print_progress
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
 from saf.records.table import MISSING, Part, Table
@@ -93,7 +93,7 @@ class Distributions(ModelAnalysis):
             raise InputError(f"models need four sequences to be fitted to and two others; got {fitted} of {count}")
         ids, positions = opened.calibration(), sorted({max(1, round(share * opened.length) - 1) for share in QUERIES})
         with opened.autocast:
-            say(f"calibrating on {count} sequences")
+            print_progress(f"calibrating on {count} sequences")
             heads = select(score(calibrate(opened.model, ids), "variance"), self.rate)
             measured = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
         order = list(heads)

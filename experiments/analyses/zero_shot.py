@@ -22,7 +22,7 @@ from experiments import paper
 from experiments.analyses.common import RunsModel, check_rates, subplots
 from experiments.records import Record
 from saf.calibration.capture import measurable_heads
-from saf.cli.output import say
+from saf.cli.output import print_progress
 from saf.data import TextData, TokenData, calibration_windows, sequential_windows, shuffled_windows
 from saf.errors import InputError, check_name
 from saf.freeze_config import FreezeConfig
@@ -285,7 +285,7 @@ class Study:
         count, seed, data = self.settings.sequences, self.settings.calibration_seed, opened.data
         length = self.head["length"]
         assert data is not None
-        say(f"{title}: calibrating on {count} sequences of {length:,} tokens")
+        print_progress(f"{title}: calibrating on {count} sequences of {length:,} tokens")
         windows = calibration_windows(data, length=length, count=count, seed=seed)
         ids = self._with_bos(opened, windows).split(self.settings.batch_size)
         heldout = None
@@ -313,7 +313,7 @@ class Study:
         """Return the answers to the tasks, and the losses of windows of the texts."""
         settings, longest, answers, texts = self.settings, self.head["length"], {}, {}
         if settings.tasks:
-            say(f"{title}: {', '.join(settings.tasks)}")
+            print_progress(f"{title}: {', '.join(settings.tasks)}")
             from saf.hf.lm_eval import ask
 
             answers = ask(opened, settings, longest=longest)

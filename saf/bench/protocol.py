@@ -160,7 +160,7 @@ def compare(session: "Session", case: Case, *, pairs: int, tolerance: float, pro
     for row in rows:
         times = f"{row['arm']} {row['arm_ms']:.4g} ms, {row['baseline']} {row['baseline_ms']:.4g} ms"
         ratio = f"{row['ratio']:.3f}×" + ", refused" * row["refused"]
-        session.say(f"{case.name} {row['variant']}: {times}, {ratio}")
+        session.log(f"{case.name} {row['variant']}: {times}, {ratio}")
     # After all timing: a profiler that was used once may slow launches down.
     for arm, subject in subjects.items() if profile else ():
         if not arm.control:
@@ -179,7 +179,7 @@ def _ready(session: "Session", case: Case) -> dict[Arm, Subject]:
         began = session.spent
         if session.attempt(f"{case.name}: {arm.name}", subject.warm_up):
             ready[arm] = subject
-        session.say(f"{case.name} warmed up: {arm.name}, {session.spent - began:.1f} s")
+        session.log(f"{case.name} warmed up: {arm.name}, {session.spent - began:.1f} s")
     return ready
 
 
@@ -246,7 +246,7 @@ def _record_kernels(session: "Session", case: Case, arm: Arm, subject: Subject) 
         {**case.fields, "arm": arm.name, "kernel_seen": seen, "attention": names, "kernels": kernels}
     )
     if seen is False:
-        session.say(f"{case.name} warning: the kernels of {arm.name} do not show {arm.kernel}")
+        session.log(f"{case.name} warning: the kernels of {arm.name} do not show {arm.kernel}")
     session.save()
 
 
@@ -332,7 +332,7 @@ class Session:
     def skip(self, what: str, why: str) -> None:
         """Record and print what is not measured."""
         self.left_out.append({"what": what, "why": why})
-        self.say(f"left out: {what}: {why}")
+        self.log(f"left out: {what}: {why}")
         self.save()
 
     def attempt(self, what: str, action: Callable[[], Any]) -> bool:
@@ -345,7 +345,7 @@ class Session:
             return False
         return True
 
-    def say(self, line: str) -> None:
+    def log(self, line: str) -> None:
         """Print a line of progress with the seconds spent; standard output is for results."""
         if is_rank0():
             print(f"[{self.spent:6.1f} s] {line}", file=sys.stderr, flush=True)

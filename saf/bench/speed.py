@@ -313,7 +313,7 @@ def _measure_memory(session: Session, settings: ModelSpeed, point: Point, arms: 
         session.memory.append({**entry, "kind": "allocated", "bytes": peak, "change_percent": change})
         session.save()
         compared = "" if change is None else f", {signed(change)} against ordinary"
-        session.say(f"{point.name} peak memory: {arm.name} {peak / 2**30:.3f} GiB{compared}")
+        session.log(f"{point.name} peak memory: {arm.name} {peak / 2**30:.3f} GiB{compared}")
 
     peaks: dict[Arm, int] = {}
     for arm in arms:

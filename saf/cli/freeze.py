@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from saf.cli.output import ProgressBars, say, show
+from saf.cli.output import ProgressBars, print_progress, show
 from saf.cli.parsing import parse
 from saf.errors import LengthWarning
 from saf.freeze_checkpoint import CheckpointFreezing, freeze_saved, open_checkpoint_source
@@ -59,7 +59,7 @@ class Command(CheckpointFreezing):
             warnings.filterwarnings("ignore", category=LengthWarning)
         with ProgressBars(next_steps=NEXT_STEPS) as progress:
             new_progress = lambda verb, items: partial(progress, verb, items)  # noqa: E731
-            report, written, parent = freeze_saved(self, open_source, say=say, new_progress=new_progress)
+            report, written, parent = freeze_saved(self, open_source, say=print_progress, new_progress=new_progress)
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
         length = report.statistics.length
         limit = f", for inputs of up to {length:,} tokens" if self.config.operation == "freeze" else ""

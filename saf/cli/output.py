@@ -29,7 +29,7 @@ def show(result: Mapping[str, Any], *parts: Part, as_json: bool) -> None:
             part.print()
 
 
-def say(text: str) -> None:
+def print_progress(text: str) -> None:
     """Print a line of progress on standard error; standard output has the result alone."""
     print(plain(text), file=sys.stderr, flush=True)
 
@@ -64,6 +64,6 @@ class ProgressBars(AbstractContextManager):
         self._bars.update(task.id, completed=done)
         if self._prints_lines and done and (done == total or now - self._last_line >= LINE_INTERVAL):
             self._last_line, left = now, task.time_remaining
-            say(f"{verb} {done}/{total} {items}" + (f", {seconds(left)} left" if left else ""))
+            print_progress(f"{verb} {done}/{total} {items}" + (f", {seconds(left)} left" if left else ""))
         if done == total and verb in self._next_steps:
-            say(self._next_steps[verb])
+            print_progress(self._next_steps[verb])
