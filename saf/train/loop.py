@@ -1,7 +1,8 @@
-"""A training run from top to bottom: `pretrain` starts it, makes updates and events, saves, stops at a signal, reports.
+"""A training run from top to bottom: `pretrain` starts it, does its updates and events, stops at a signal, and reports.
 
-An event (`apply_event`) freezes or prunes heads, or makes them live again; the `Trainer` callback of transformers
-shares it. `start_run` (start.py) restores a run, `Run` (run.py) writes its files, `Updater` (step.py) makes one update.
+An update is `run_update`, which calls the `Updater` (step.py). An event freezes or prunes heads, or makes them live
+again: `apply_event`, which calls `freeze_` and which the `Trainer` callback of transformers shares. `start_run`
+(start.py) builds or restores a `Run` (run.py), which holds the state, logs and checkpoints.
 """
 
 import os
@@ -24,12 +25,13 @@ from saf.freezing import freeze_
 from saf.heads import Head, HeadSet
 from saf.machine import Execution, Stopwatch, one_host_thread
 from saf.records.files import write_json
-from saf.records.run import STATE_AFTER, EventRecord
+from saf.records.run import STATE_AFTER, EventRecord, append_event
 from saf.schedules import Event, Freeze, OneTime, Outcome, Undo
 from saf.surgery import uninstall_
 from saf.train.config import TrainConfig
 from saf.train.run import Run, write_result
 from saf.train.start import needs_gradient, start_run
+from saf.train.step import learning_rate
 
 EXIT_STOPPED = 75
 """Exit code of a run that a signal stopped after saving: start it again with `--resume`."""
@@ -74,7 +76,7 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
 
 
 def _train(run: Run, stop: "StopRequest") -> bool:
-    """Run updates to the end; return False when a signal stopped them."""
+    """Do all updates and events; return False when a signal stopped them."""
     config = run.config
     run.model.train()
     run.elapsed.enter("train")
@@ -84,14 +86,15 @@ def _train(run: Run, stop: "StopRequest") -> bool:
     _apply_due_events_(run, saved=run.update == run.start and run.parent_hash is not None)
     _report_between(run)
     while not run.finished():
-        record = run.run_update()
+        loss = run_update(run)
         if run.proposer:
-            run.proposer.observe(run.update, record["loss"])
+            run.proposer.observe(run.update, loss)
         if config.eval_every and run.update % config.eval_every == 0:
             run.controller_loss("periodic")
         periodic = config.save_every and run.update % config.save_every == 0
         finished = run.finished()
-        # Read once: a signal that comes while this line runs waits for the next update, which is then saved.
+        # Any rank's signal stops all, after the same update. Read once: a signal that comes while this line runs waits
+        # for the next update, which is then saved.
         stopping = run.updater.parallel.any(stop.requested) and not finished
         if not finished and (stopping or periodic or run.update in config.branch_updates):
             run.save()
@@ -99,10 +102,57 @@ def _train(run: Run, stop: "StopRequest") -> bool:
             return False
         _apply_due_events_(run)
         _report_between(run)
+    # From here on nothing counts: arms are compared by the time that their training took.
     run.elapsed.enter(None)
     if run.update > run.start or run.changed:
         run.save()
     return True
+
+
+# --- one update
+
+
+def run_update(run: Run) -> float:
+    """Do one update, log it as a line of metrics.jsonl, and return its loss in nats per target.
+
+    Raises DivergenceError as `Updater.update` does.
+    """
+    cuda = run.execution.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    rate, compiling = _next_learning_rate(run), run.updater.compiling
+    if compiling:
+        run.say("compiling the model for the next update, which may take a minute or more ...")
+    with run.elapsed("compile" if compiling else "train"):
+        result = run.updater.update(rate)
+    if not compiling:
+        run.recent.append(result.seconds)
+    if cuda and run.update >= run.timed_from:
+        run.peak_memory = max(run.peak_memory or 0, torch.cuda.max_memory_allocated())
+    if run.log:
+        run.log.updated(result, rate)
+    return result.loss
+
+
+def _next_learning_rate(run: Run) -> float:
+    """Return the learning rate of the next update; a budget stretches the rest of the schedule over itself.
+
+    After an event the rate rises again from zero, over `rewarm_updates`.
+    """
+    config, share = run.config, run.budget_share()
+    done = run.update + 1 if share is None else run.start
+    progress = (done - config.lr_start) / (config.updates - config.lr_start)
+    if share is not None:
+        # At matched time the rate follows elapsed time: a faster arm does more updates along the same curve.
+        begin = max(progress, 0.0)
+        progress = begin + (1 - begin) * min(share, 1.0)
+    rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
+    if run.heads_changed is None or config.rewarm_updates == 0:
+        return rate
+    return rate * min((run.update - run.heads_changed + 1) / config.rewarm_updates, 1.0)
+
+
+# --- reports
 
 
 def _report_between(run: Run) -> None:
@@ -137,20 +187,18 @@ def finish(run: Run) -> dict[str, Any]:
 
 
 def _apply_due_events_(run: Run, *, saved: bool = False) -> None:
-    """Apply the events that are due, after a checkpoint of the state before them, unless there is one (`saved`).
-
-    None is due where the run's budget allows no update after it. The place in the training data does not move.
-    """
+    """Apply the events that are due, after a checkpoint of the state before them, unless there is one (`saved`)."""
     budget, proposer = run.budget_share(), run.proposer
     if budget is not None and budget > 1:
-        return
+        return  # the budget allows no update after an event, so it would only cost
     while proposer and (event := proposer.propose(run.update)):
+        # A run that is killed during an event goes on from here, where the schedule proposes it again.
         if not saved:
             run.save()
         saved = True
         proposer.done(event, _apply_and_record_(run, resolve_event(event, run.config)))
         if not needs_gradient(run.config, proposer):
-            run.updater.gradient = None
+            run.updater.gradient = None  # no later event reads it, and averaging costs time in every update
 
 
 def _apply_and_record_(run: Run, event: Event) -> Outcome:
@@ -163,8 +211,12 @@ def _apply_and_record_(run: Run, event: Event) -> Outcome:
     after = run.controller_loss(f"after_{event.kind}", batches=event.batches)
     losses = {"loss_before": before, "loss_after": after}
     with run.elapsed("freeze"):
-        values = {**losses, "seconds": change.seconds, **change.values}
-        number = run.record_event(event, change.heads, values, change.tensors)
+        # Memory and times from before the heads changed say nothing about the updates to come.
+        run.heads_changed, run.peak_memory = run.update, None
+        run.recent.clear()
+        line = {"update": run.update, "reason": event.reason, "heads": change.heads.to_list(), **losses}
+        line |= {"seconds": change.seconds, **change.values}
+        number = on_rank0(lambda: append_event(run.folder, event.kind, line, change.tensors).number)
     run.say(f"{change.summary}; took {sum(change.seconds.values()):.1f} s")
     return change.outcome(number, **losses)
 
@@ -264,10 +316,20 @@ def _settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
     """Return the run's settings with the event's own kind, heads, count and limit."""
     freeze = replace(freeze, operation=event.kind)
     if event.among is not None:
-        # Conditions on all heads applied when these were chosen; named heads are refused where one does not fit.
-        named = {"heads": event.among} if freeze.heads is not None else {"only": event.among, "count": len(event.among)}
-        free = {"heads": None, "exclude": (), "max_per_layer": None, "match": None, "match_heads": None, "below": None}
-        freeze = replace(freeze, **{**free, **named})
+        # The conditions on all heads applied when these were chosen. The two forms differ where a head does not fit:
+        # heads that the settings name are then refused, others are skipped.
+        named = freeze.heads is not None
+        freeze = replace(
+            freeze,
+            heads=event.among if named else None,
+            only=freeze.only if named else event.among,
+            count=freeze.count if named else len(event.among),
+            exclude=(),
+            max_per_layer=None,
+            match=None,
+            match_heads=None,
+            below=None,
+        )
     if event.below is not None:
         freeze = replace(freeze, below=event.below)
     return freeze if event.count is None else replace(freeze, count=event.count)

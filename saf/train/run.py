@@ -1,6 +1,6 @@
-"""`Run` is the state of a training run: its next update, its time, its logs and checkpoints, and its result.json.
+"""`Run` holds the state of a training run: its place, its time, its logs and checkpoints, and its result.json.
 
-The order in which a run does these things is in loop.py.
+loop.py calls all of this; read it first.
 """
 
 import hashlib
@@ -15,25 +15,23 @@ from pathlib import Path
 from statistics import fmean, median, quantiles
 from typing import Any
 
-import torch
-
 from saf.checkpoint import capture_random_state, checkpoint_hash, remove_old_checkpoints_, save_checkpoint, step_name
 from saf.distributed import on_rank0
 from saf.errors import SafWarning
-from saf.heads import EDITED, HeadSet
+from saf.heads import EDITED
 from saf.machine import Execution, device_name, rated_flops, untimed_updates
 from saf.models import GPT
 from saf.models.adapter import adapter_for
 from saf.records.files import append_line, file_hash, flush, read_json, read_lines, write_json
 from saf.records.result import result_header
-from saf.records.run import MANIFEST, EventRecord, append_event, arm, edited_heads, read_events
+from saf.records.run import MANIFEST, EventRecord, arm, edited_heads, read_events
 from saf.records.table import plain
 from saf.records.table import seconds as in_words
-from saf.schedules import Event, Proposer
+from saf.schedules import Proposer
 from saf.surgery import pattern_parameters
 from saf.tasks import Task
 from saf.train.config import TrainConfig
-from saf.train.step import Updater, learning_rate
+from saf.train.step import Updater, UpdateResult
 
 GRADIENT = "qk_gradient"
 """Name of the Q/K-gradient average in a checkpoint's state.json."""
@@ -109,42 +107,6 @@ class Run:
         share = self.budget_share()
         return self.update >= self.config.updates if share is None else share > 1
 
-    def next_learning_rate(self) -> float:
-        """Return the learning rate of the next update; a budget stretches the rest of the schedule over itself.
-
-        After an event the rate rises again from zero, over `rewarm_updates`.
-        """
-        config, share = self.config, self.budget_share()
-        done = self.update + 1 if share is None else self.start
-        progress = (done - config.lr_start) / (config.updates - config.lr_start)
-        if share is not None:
-            begin = max(progress, 0.0)
-            progress = begin + (1 - begin) * min(share, 1.0)
-        rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
-        if self.heads_changed is None or config.rewarm_updates == 0:
-            return rate
-        return rate * min((self.update - self.heads_changed + 1) / config.rewarm_updates, 1.0)
-
-    def run_update(self) -> dict[str, Any]:
-        """Do one update and return its line for metrics.jsonl; raise DivergenceError as `Updater.update` does."""
-        cuda = self.execution.device.type == "cuda"
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
-        rate, compiling = self.next_learning_rate(), self.updater.compiling
-        if compiling:
-            self.say("compiling the model for the next update, which may take a minute or more ...")
-        with self.elapsed("compile" if compiling else "train"):
-            result = self.updater.update(rate)
-        if not compiling:
-            self.recent.append(result.seconds)
-        if cuda and self.update >= self.timed_from:
-            self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated())
-        record = {"update": self.update, "tokens": self.tokens, "loss": result.loss, "lr": rate}
-        record |= {"grad_norm": result.grad_norm, "update_seconds": result.seconds}
-        if self.log:
-            self.log.updated(record, remaining=self._remaining_seconds())
-        return record
-
     @property
     def timed_from(self) -> int:
         """The first update whose time and memory count: past the newest event, compilation and cold caches.
@@ -161,33 +123,20 @@ class Run:
         budget = self.config.update_budget
         return self.config.updates if budget is None else self.start + budget
 
-    def _remaining_seconds(self) -> float | None:
-        if (budget := self.config.time_budget_seconds) is not None:
-            return budget - self.elapsed.total
-        return median(self.recent) * (self.last_update - self.update) if self.recent else None
-
     # --- logs and checkpoints
 
     def say(self, text: str) -> None:
         """Show a line about this moment of the run."""
         if self.log:
-            self.log.say(f"update {self.update}: {text}")
+            self.log.say(text)
 
     def controller_loss(self, when: str, *, batches: int | None = None) -> float:
         """Return the task's controller loss, nats per target, of all or this many batches, and log it as `when`."""
         with self.elapsed("evaluate"), self.updater.parallel.whole():
             loss = self.task.controller_loss(self.model, self.execution, batches=batches)
             if self.log:
-                self.log.evaluated(self.update, loss, when)
+                self.log.evaluated(loss, when)
         return loss
-
-    def record_event(self, event: Event, heads: HeadSet, values: dict[str, Any], tensors: dict[str, Any]) -> int:
-        """Add a line to events.jsonl for an event that took place, and return its number."""
-        # Memory and times from before the heads changed say nothing about the updates to come.
-        self.heads_changed, self.peak_memory = self.update, None
-        self.recent.clear()
-        line = {"update": self.update, "reason": event.reason, "heads": heads.to_list(), **values}
-        return on_rank0(lambda: append_event(self.folder, event.kind, line, tensors).number)
 
     def save(self) -> None:
         """Save a checkpoint, unless it is there already, and remove the oldest ones; every rank calls this."""
@@ -319,9 +268,9 @@ class RunLog:
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
 
-        config, folder, execution = run.config, run.folder, run.execution
-        self._metrics, self._evaluations = folder / "metrics.jsonl", folder / "evaluations.jsonl"
-        self._last, self._every, self._tokens = run.last_update, config.log_every, run.task.targets_per_update
+        config, execution = run.config, run.execution
+        self._run, self._tokens = run, run.task.targets_per_update
+        self._metrics, self._evaluations = run.folder / "metrics.jsonl", run.folder / "evaluations.jsonl"
         # At the rated speed of the devices of all ranks an update takes so many seconds.
         rated = rated_flops(device_name(execution.device), execution.precision)
         flops = self._tokens * run.model.config.flops_per_token(run.task.length)
@@ -331,51 +280,70 @@ class RunLog:
         if self._console.is_terminal and not config.quiet:
             counts = TextColumn("{task.completed:.0f}/{task.total:.0f}")
             self._bar = Bar(counts, BarColumn(), TextColumn("{task.fields[text]}"), console=self._console)
-            self._task = self._bar.add_task("training", total=self._last, completed=run.update, text="")
+            self._task = self._bar.add_task("training", total=run.last_update, completed=run.update, text="")
             self._bar.start()
         if config.tensorboard:
-            from torch.utils.tensorboard import SummaryWriter
+            from torch.utils.tensorboard import SummaryWriter  # takes half a second to import
 
-            self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=run.update + 1)
+            # Events of updates that a killed run did after its checkpoint go: this run does them again.
+            self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.update + 1)
 
-    def updated(self, record: dict[str, Any], *, remaining: float | None) -> None:
-        """Record one update, a line of metrics.jsonl, and show it with the `remaining` seconds, if they are known."""
-        append_line(self._metrics, record, wait=False)
-        update, seconds = record["update"], record["update_seconds"]
-        values = {f"train/{name}": record[name] for name in ("loss", "lr", "grad_norm")}
+    def updated(self, result: UpdateResult, learning_rate: float) -> None:
+        """Record the newest update, a line of metrics.jsonl, and show it."""
+        update, last, seconds = self._run.update, self._run.last_update, result.seconds
+        line = {
+            "update": update,
+            "tokens": self._run.tokens,
+            "loss": result.loss,
+            "lr": learning_rate,
+            "grad_norm": result.grad_norm,
+            "update_seconds": seconds,
+        }
+        append_line(self._metrics, line, wait=False)
+        values = {f"train/{name}": line[name] for name in ("loss", "lr", "grad_norm")}
         values["speed/tokens_per_second"] = speed = self._tokens / seconds
-        words = [f"loss {record['loss']:.4f}", f"lr {record['lr']:.2e}", f"{speed:,.0f} tokens/s"]
+        words = [f"loss {result.loss:.4f}", f"lr {learning_rate:.2e}", f"{speed:,.0f} tokens/s"]
         if self._ideal:
             values["speed/model_flop_utilisation"] = utilisation = self._ideal / seconds
             words.append(f"MFU {utilisation:.1%}")
-        if remaining is not None:
+        if (remaining := self._remaining_seconds()) is not None:
             words.append(f"{in_words(remaining)} left")
         if self._board:
             for name, value in values.items():
                 self._board.add_scalar(name, value, update)
         if self._bar:
             self._bar.update(self._task, completed=update, text="  ".join(words))
-        elif update % self._every == 0 or update == self._last:
-            self._console.print(f"update {update}/{self._last}  " + "  ".join(words))
+        elif update % self._run.config.log_every == 0 or update == last:
+            self._console.print(f"update {update}/{last}  " + "  ".join(words))
 
-    def evaluated(self, update: int, loss: float, when: str) -> None:
+    def _remaining_seconds(self) -> float | None:
+        run = self._run
+        if (budget := run.config.time_budget_seconds) is not None:
+            return budget - run.elapsed.total
+        return median(run.recent) * (run.last_update - run.update) if run.recent else None
+
+    def evaluated(self, loss: float, when: str) -> None:
         """Record one loss on the controller partition."""
+        update = self._run.update
         line = {"update": update, "partition": "controller", "loss": loss, "when": when}
         append_line(self._evaluations, line, wait=False)
         if self._board and when == "periodic":
             self._board.add_scalar("controller/loss", loss, update)
-        self.say(f"update {update}: controller loss {loss:.4f} ({when.replace('_', ' ')})")
+        self.say(f"controller loss {loss:.4f} ({when.replace('_', ' ')})")
 
     def say(self, text: str) -> None:
-        self._console.print(plain(text))
+        """Show a line about this moment of the run."""
+        self._console.print(plain(f"update {self._run.update}: {text}"))
 
     def flush(self) -> None:
         for path in filter(Path.exists, (self._metrics, self._evaluations)):
             flush(path)
 
     def close(self) -> None:
-        for end in filter(None, (self._board and self._board.close, self._bar and self._bar.stop)):
-            end()
+        if self._board:
+            self._board.close()
+        if self._bar:
+            self._bar.stop()
 
 
 # --- result.json

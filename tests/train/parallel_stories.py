@@ -25,7 +25,7 @@ from saf.machine import Execution
 from saf.schedules import ValidationBudget
 from saf.tasks.base import Continuation, likelihoods
 from saf.tasks.text import evaluate_perplexity
-from saf.train import TrainConfig, load_model, pretrain
+from saf.train import TrainConfig, load_model, loop, pretrain
 from saf.train.run import Run
 from saf.train.step import Parallel, Replicas, Shards, Updater, build_optimizer
 
@@ -63,7 +63,7 @@ class Watching:
     """Keep the run that `pretrain` makes, and do something before an update of it."""
 
     def __init__(self, patch: pytest.MonkeyPatch, update: int = 0, action=lambda run: None):
-        real = Run.run_update
+        real = loop.run_update
 
         def updating(run):
             self.run = run
@@ -71,7 +71,7 @@ class Watching:
                 action(run)
             return real(run)
 
-        patch.setattr(Run, "run_update", updating)
+        patch.setattr(loop, "run_update", updating)
 
 
 def stopping(patch: pytest.MonkeyPatch, update: int, by: bool) -> None:

@@ -21,8 +21,7 @@ from saf.freeze_config import FreezeConfig
 from saf.records.files import read_json, read_lines
 from saf.records.run import RecordedRun, read_events
 from saf.tasks import FinetuneSettings, FinetuneTask, MQARSettings, MQARTask
-from saf.train import TrainConfig, continue_from, latest, pretrain
-from saf.train.run import Run
+from saf.train import TrainConfig, continue_from, latest, loop, pretrain
 from tests.train.conftest import SMALL
 from tests.train.helpers import killed, killed_and_resumed
 
@@ -112,7 +111,7 @@ def test_heads_are_frozen_during_finetuning_and_resuming_goes_on_inside_an_epoch
     # Until its event the arm is the ordinary model on the same examples: its losses are the same numbers.
     losses = [[line["loss"] for line in run.metrics[:before]] for run in (ordinary, arm)]
     assert losses[0] == losses[1]
-    killed(lambda: command("again", *one), Run, "run_update", 3)
+    killed(lambda: command("again", *one), loop, "run_update", 3)
     folder = ordinary.folder.parent
     for words, message in (
         (["--epochs", "3"], "updates must be 7, got 11"),
@@ -130,7 +129,7 @@ def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(command, fil
     words = ["finetune", *named, "--parent", str(parents["ordinary"]), "--out", str(tmp_path / "run")]
     assert main([*words, "--resume"]) == 2
     assert "holds no run to resume" in capsys.readouterr().err
-    killed(lambda: main([*words, "--peak-lr", "1e-3", "--keep", "3"]), Run, "run_update", 6)
+    killed(lambda: main([*words, "--peak-lr", "1e-3", "--keep", "3"]), loop, "run_update", 6)
     assert main([*words, "--peak-lr", "1e-3", "--keep", "3"]) == 2
     assert "was choosing its epochs; resume it" in " ".join(capsys.readouterr().err.split())
     assert main([*words, "--peak-lr", "2e-3", "--keep", "3", "--resume"]) == 2
@@ -232,7 +231,7 @@ def test_recall_resumes_with_its_reports_and_goes_on_replaced_or_pruned(recall, 
     expected = pretrain(whole)
     assert list(expected["reports"]) == ["0", "5", "12"]
     assert expected["reports"]["12"]["recall"] == expected["recall"]
-    assert killed_and_resumed(config, Run, "run_update", 8)["reports"] == expected["reports"]
+    assert killed_and_resumed(config, loop, "run_update", 8)["reports"] == expected["reports"]
     assert outcome(config.out) == outcome(whole.out)
     assert read_events(whole.out)[0].values["length"] == 32, "the whole context is calibrated on"
     with pytest.raises(CheckpointError, match="was trained on other data"):

@@ -19,7 +19,6 @@ from saf.freeze_config import FreezeConfig
 from saf.records.files import locked, read_json, read_lines
 from saf.schedules import OneTime
 from saf.train import continue_from, latest, pretrain
-from saf.train.run import Run
 from tests.train.helpers import begin, killed, killed_and_resumed
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
@@ -41,13 +40,13 @@ CASES = {
     [
         ("ordinary", checkpoint, "write_manifest", 3),
         ("frozen", loop, "freeze_", 1),
-        ("frozen", Run, "record_event", 1),
+        ("frozen", loop, "append_event", 1),
         ("frozen", loop, "finish", 1),
-        ("trainable, random windows", Run, "run_update", 11),
-        ("gradients", Run, "run_update", 5),
-        ("no heads in a layer", Run, "run_update", 8),
-        ("exponential", Run, "run_update", 4),
-        ("score of one's own", Run, "run_update", 1),
+        ("trainable, random windows", loop, "run_update", 11),
+        ("gradients", loop, "run_update", 5),
+        ("no heads in a layer", loop, "run_update", 8),
+        ("exponential", loop, "run_update", 4),
+        ("score of one's own", loop, "run_update", 1),
     ],
 )
 def test_killed_and_resumed_is_uninterrupted_bit_for_bit(settings, finished, outcome, case, owner, name, call):
@@ -99,7 +98,7 @@ def test_random_states_are_put_back(settings):
 def test_damaged_files_are_refused_or_named_and_half_written_ones_dropped(settings, finished, outcome):
     expected = outcome(finished(settings(), "ordinary"))
     config = settings()
-    killed(lambda: pretrain(config), Run, "run_update", 11)
+    killed(lambda: pretrain(config), loop, "run_update", 11)
     folder = Path(config.out)
     with open(folder / "metrics.jsonl", "a") as file:
         file.write('{"update": 11, "tok')
@@ -155,7 +154,7 @@ def test_other_settings_or_data_are_refused(settings, data, tmp_path):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_saves_and_stops_after_the_current_update(settings, finished, outcome, monkeypatch, number):
     folder, config = finished(settings(), "ordinary"), settings()
-    before, real = signal.signal(number, signal.SIG_DFL), Run.run_update
+    before, real = signal.signal(number, signal.SIG_DFL), loop.run_update
 
     def interrupted(run):
         if run.update == 6:
@@ -163,7 +162,7 @@ def test_a_signal_saves_and_stops_after_the_current_update(settings, finished, o
         return real(run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Run, "run_update", interrupted)
+        patch.setattr(loop, "run_update", interrupted)
         stopped = pretrain(config)
     assert signal.signal(number, before) is signal.SIG_DFL
     assert stopped == {"stopped_at": 7, "checkpoint": f"{config.out}/checkpoints/step-7"}

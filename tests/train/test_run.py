@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-import saf.train.loop
+import saf.train.loop as loop
+import saf.train.run
+import saf.train.step
 from saf.compare import differences
 from saf.errors import DataError, DivergenceError, InputError, UnsupportedError
 from saf.freeze_config import FreezeConfig
@@ -198,7 +200,7 @@ def test_gradual_freezes_the_chosen_heads_in_groups_and_patterns_installed_stay(
     assert len(after) == 4
     assert all(torch.equal(after[head], pattern) for head, pattern in before.items())
     config = settings(**changes)
-    killed_and_resumed(config, Run, "record_event", 2)
+    killed_and_resumed(config, loop, "append_event", 2)
     assert outcome(config.out) == outcome(folder)
 
 
@@ -219,7 +221,7 @@ def test_a_run_whose_groups_were_all_undone_is_the_ordinary_run(settings, finish
     monkeypatch.setattr(Run, "controller_loss", costly)
     ordinary = outcome(finished(settings(), "ordinary"))
     config = settings(freeze=PRUNE if kind == "prune" else HALF, schedule=ValidationBudget(begin=0.5, every=0.25))
-    result = killed_and_resumed(config, saf.train.loop, "uninstall_", 1) if killed else pretrain(config)
+    result = killed_and_resumed(config, loop, "uninstall_", 1) if killed else pretrain(config)
     events = [(1, kind, 6, 1, 2), (2, "undo", 6, 1, None), (3, kind, 9, 1, 4), (4, "undo", 9, 1, None)]
     assert events_of(config.out) == events
     first, undo, *_ = read_events(config.out)
@@ -238,7 +240,7 @@ def test_train_loss_freezes_at_a_plateau_and_undoes_what_is_not_absorbed(setting
         return settings(name, freeze=HALF, schedule=TrainLoss(multiplier=2.0), calibration_sequences=2, **few)
 
     pretrain(quick("whole"))
-    killed_and_resumed(quick("killed"), Run, "run_update", 36)
+    killed_and_resumed(quick("killed"), loop, "run_update", 36)
     assert outcome(quick("killed").out) == outcome(quick("whole").out)
     assert events_of(quick("whole").out) == [(1, "freeze", 30, 1, 2), (2, "undo", 39, 1, None)]
     assert "after 9 updates the loss is 0.4" in read_events(quick("whole").out)[1].values["reason"]
@@ -293,7 +295,7 @@ def test_budgets_of_a_branch_stretch_what_is_left_of_the_schedule(settings, fini
 
 
 def test_a_loss_that_is_not_finite_stops_the_run_before_its_update(settings, monkeypatch):
-    config, before, real = settings(), {}, Run.run_update
+    config, before, real = settings(), {}, loop.run_update
 
     def poisoned(run):
         if run.update == 7:
@@ -305,7 +307,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_its_update(settings, mon
         finally:
             assert all(torch.equal(tensor, run.model.state_dict()[name]) for name, tensor in before.items())
 
-    monkeypatch.setattr(Run, "run_update", poisoned)
+    monkeypatch.setattr(loop, "run_update", poisoned)
     with pytest.raises(DivergenceError, match=r"update 8 was not applied.*Go on from .*step-6 with a lower peak_lr"):
         pretrain(config)
     assert before
