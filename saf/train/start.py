@@ -5,10 +5,9 @@ Whatever would fail at the first event is refused here. `FreezeCallback` shares 
 
 import math
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +65,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     elapsed, folder = Elapsed(), Path(config.out)
     with all_ranks_or_raise():
         if is_rank0():
+            # Next to the folder, not in it: a run that is refused leaves no folder.
             busy = InputError(f"another process trains in {folder}; wait for it, then resume")
             absolute = folder.absolute()
             locks.enter_context(locked(absolute.with_name(f".{absolute.name}.lock"), busy))
@@ -79,23 +79,51 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         )
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
+        # Ranks that differ would train one model by several settings, or wait for each other forever.
         _check_ranks_agree({**config.to_dict(), "data's fingerprint": task.fingerprint})
         _check_early(config, execution, task)
         parallel = parallel_of(config.parallel, parameters=shape.num_parameters, execution=execution)
         _check_memory(config, execution, shape, parallel)
         origin = _open_origin(config, folder, shape, task, resume=resume)
-        make_updater, proposer = _restore(config, execution, task, shape, parallel, origin)
+        model, optimizer = _build(config, shape, execution, origin, moments_on_cpu=parallel.kind == Shards.kind)
+        proposer = _start_schedule(config, model, origin)
+        gradient = _start_gradient(model, config, proposer, origin)
+        trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
+        if parallel.kind == Shards.kind and (gradient is not None or trained):
+            unsupported = "fsdp takes neither trained patterns nor averages of Q/K gradients"
+            raise UnsupportedError(f"{unsupported}; take parallel='ddp'")
+        graphed = _uses_graphs(config, execution, parallel, task, model, trained_patterns=trained)
+        accumulation = micro_batches_of_one(config.accumulation, parallel.processes, batch_size=config.batch_size)
     # All ranks have looked at the folder before the first one writes.
-    shared = {"model": shape, "task": task, "execution": execution, "parent": origin.parent}
-    record = run_config(config, **shared, processes=parallel.processes)
+    record = run_config(
+        config,
+        model=shape,
+        task=task,
+        execution=execution,
+        parent=origin.parent,
+        processes=parallel.processes,
+    )
     on_rank0(lambda: _write_folder_(folder, config, record, origin))
     if origin.state:
         elapsed.load_state_dict(origin.state["elapsed"], branch=not origin.resumed)
+    # Outside of `all_ranks_or_raise`: ranks that train together wait for each other in it.
+    updater = Updater(
+        model=model,
+        optimizer=optimizer,
+        batches=task.training(origin.update, execution.device, first=parallel.rank, every=parallel.processes),
+        execution=execution,
+        accumulation=accumulation,
+        parallel=parallel,
+        clip=math.inf if config.clip is None else config.clip,
+        graphed=graphed,
+        gradient=gradient,
+        done=origin.update,
+    )
     run = Run(
         config=config,
         folder=folder,
         task=task,
-        updater=make_updater(),  # ranks that train together wait for each other in it
+        updater=updater,
         proposer=proposer,
         elapsed=elapsed,
         start=origin.start,
@@ -225,6 +253,7 @@ def _open_origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task
     if own is None:
         parent = _parent_entry(config, checkpoint)
         if config.fresh:
+            # Ids of another tokenizer mean other words, which nothing else would notice.
             before, now = (state.get("tokenizer") for state in (checkpoint.state, task.state(0)))
             if before and now and before != now:
                 expected = f"the task's tokenizer ({now[:16]}), got {before[:16]}"
@@ -248,46 +277,7 @@ def _parent_entry(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]
     return {**entry, "frozen_from": checkpoint.parent} if read_events(checkpoint.path) else entry
 
 
-# --- model, optimiser and schedule at the origin
-
-
-def _restore(
-    config: TrainConfig, execution: Execution, task: Task, shape: GPTConfig, parallel: Parallel, origin: Origin
-) -> tuple[Callable[[], Updater], Proposer | None]:
-    """Return a maker of the updater at the run's origin, and the schedule's state machine."""
-    model, optimizer = _build(config, shape, execution, origin, moments_on_cpu=parallel.kind == Shards.kind)
-    layouts = [site.layout for site in adapter_for(model).sites()]
-    own_schedule = origin.state.get("schedule") if origin.resumed else None
-    proposer = start_proposer(config, layouts, updates=config.updates, state=own_schedule)
-    if config.freeze and proposer and not origin.resumed:
-        check_heads(config.freeze, layouts, allow_empty=config.freeze.asks_for_none)
-    first, end = config.freeze_update, origin.start + (config.update_budget or math.inf)
-    if proposer and config.schedule and first is not None and first >= end:
-        name = setting_of_moment(config.schedule)
-        raise InputError(f"{name} must be before update {end}, where update_budget ends, got update {first}")
-    gradient = _start_gradient(model, config, proposer, origin)
-    trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
-    if parallel.kind == Shards.kind and (gradient is not None or trained):
-        raise UnsupportedError("fsdp takes neither trained patterns nor averages of Q/K gradients; take parallel='ddp'")
-    many_lengths, size = config.finetuning is not None, config.batch_size * task.length * shape.hidden_size
-    reason = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=many_lengths)
-    if config.graphs == "on" and reason is not None:
-        raise UnsupportedError(reason)
-    automatic = config.graphs == "auto" and reason is None and not many_lengths and size <= GRAPHED_SIZE
-    make_updater = partial(
-        Updater,
-        model=model,
-        optimizer=optimizer,
-        batches=task.training(origin.update, execution.device, first=parallel.rank, every=parallel.processes),
-        execution=execution,
-        accumulation=micro_batches_of_one(config.accumulation, parallel.processes, batch_size=config.batch_size),
-        parallel=parallel,
-        clip=math.inf if config.clip is None else config.clip,
-        graphed=config.graphs == "on" or automatic,
-        gradient=gradient,
-        done=origin.update,
-    )
-    return make_updater, proposer
+# --- model, optimiser, schedule and gradient average at the origin
 
 
 def _build(
@@ -307,6 +297,26 @@ def _build(
     if checkpoint and origin.state:
         return model, checkpoint.optimizer(model, device="cpu" if moments_on_cpu else None)
     return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
+
+
+def _start_schedule(config: TrainConfig, model: GPT, origin: Origin) -> Proposer | None:
+    """Return the schedule's state machine, or None for a run that freezes nothing.
+
+    Raises InputError or SelectionError where its events cannot choose their heads, and InputError where the first comes
+    after the run's end.
+    """
+    layouts = [site.layout for site in adapter_for(model).sites()]
+    state = origin.state.get("schedule") if origin.resumed else None
+    proposer = start_proposer(config, layouts, updates=config.updates, state=state)
+    if proposer is None or config.freeze is None or config.schedule is None:
+        return None
+    if not origin.resumed:
+        check_heads(config.freeze, layouts, allow_empty=config.freeze.asks_for_none)
+    first, end = config.freeze_update, origin.start + (config.update_budget or math.inf)
+    if first is not None and first >= end:
+        name = setting_of_moment(config.schedule)
+        raise InputError(f"{name} must be before update {end}, where update_budget ends, got update {first}")
+    return proposer
 
 
 def start_proposer(
@@ -360,6 +370,21 @@ def recorded_gradient(model: nn.Module, state: Mapping[str, Any]) -> QKGradient 
     return gradient
 
 
+def _uses_graphs(
+    config: TrainConfig, execution: Execution, parallel: Parallel, task: Task, model: GPT, *, trained_patterns: bool
+) -> bool:
+    """Return whether micro-batches are replayed as CUDA graphs; raise UnsupportedError where they must but cannot."""
+    lengths = config.finetuning is not None
+    unsupported = graphs_unsupported(execution, parallel.kind, trained_patterns=trained_patterns, many_lengths=lengths)
+    if config.graphs == "on" and unsupported is not None:
+        raise UnsupportedError(unsupported)
+    if config.graphs == "auto":
+        # Not for many lengths, which are padded to few: that made the ordinary arm of BoolQ 3% slower.
+        size = config.batch_size * task.length * model.config.hidden_size
+        return unsupported is None and not lengths and size <= GRAPHED_SIZE
+    return config.graphs == "on"
+
+
 # --- the folder
 
 
@@ -369,9 +394,11 @@ def _write_folder_(folder: Path, config: TrainConfig, record: dict[str, Any], or
 
     def stays(line: dict[str, Any]) -> bool:
         """Return whether a line is of the time before the origin; the run writes all later ones again."""
+        if "inherited" in line:
+            return True  # `saf freeze` did this event, and no run repeats it
         update = line.get("update") or 0
-        if "inherited" in line or update != origin.update:
-            return "inherited" in line or update < origin.update
+        if update != origin.update:
+            return update < origin.update
         # A checkpoint is the state before the events of its update, or by its name the state after them.
         of_event = "kind" in line or line.get("when", "periodic") != "periodic"  # the event, or a loss around it
         return after_event or not of_event
