@@ -28,7 +28,7 @@ from saf.freeze_config import FreezeConfig, unfitted_reason
 from saf.machine import visible_devices
 from saf.models import preset
 from saf.records.files import read_json, to_json
-from saf.records.run import edited_heads, read_events
+from saf.records.run import heads_edited_by, read_events
 from saf.records.table import seconds
 from saf.schedules import OneTime, schedule_from_dict
 from saf.tasks import FinetuneSettings
@@ -248,7 +248,7 @@ def _finetuned(run: Run, parent: Any, own: dict[str, Any], inputs: Inputs) -> Tr
 
 
 def _heads(run: Run) -> tuple[tuple[int, int], ...]:
-    if not (heads := edited_heads(read_events(run.folder))):
+    if not (heads := heads_edited_by(read_events(run.folder))):
         raise InputError(f"{run.title} froze or pruned no heads, and another run is to have them")
     return tuple((layer, head) for layer, head in heads)
 

@@ -59,6 +59,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 
 def _run(path: Path) -> dict[str, Any]:
     run = RecordedRun.open(path)
+    freeze = run.freeze_report or {}
     steps = [_step(folder) for folder in checkpoints(path / "checkpoints")]
     final, last = run.result, run.metrics[-1] if run.metrics else {}
     return {
@@ -74,7 +75,7 @@ def _run(path: Path) -> dict[str, Any]:
         "frozen": run.frozen_heads,
         "pruned": run.pruned_heads,
         "events": [{name: event.values.get(name) for name in _EVENT} for event in run.events],
-        **{name: (run.freeze or {}).get(name, []) for name in ("rejected", "fit_kl", "certificates", "exponential")},
+        **{name: freeze.get(name, []) for name in ("rejected", "fit_kl", "certificates", "exponential")},
         "config": run.config,
         "checkpoints": steps,
         "provenance": final.get("provenance"),

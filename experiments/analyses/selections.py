@@ -36,7 +36,7 @@ from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models.adapter import Site, adapter_for
 from saf.ops.live import capped, score_scale
-from saf.records.run import events_file, join_freezes, read_events
+from saf.records.run import events_file, merge_reports, read_events
 from saf.records.table import Part, Table, correlation, number
 
 
@@ -53,7 +53,7 @@ class Stability(Analysis):
     def measure(self) -> dict[str, Any]:
         """Return the record; `expected` is the mean overlap of random sets with as many heads in each layer."""
         paths = {"first": self.first, "second": self.second}
-        selections = [join_freezes(read_events(path)) for path in paths.values()]
+        selections = [merge_reports(read_events(path)) for path in paths.values()]
         if None in selections:
             raise InputError(f"{self.first} and {self.second} must have an event with heads and scores each")
         one, other = (HeadSet(each["heads"]) for each in selections if each)

@@ -1,4 +1,4 @@
-"""Records read back: the folder of a run (`RecordedRun`), its events, and what a path on the disk holds (`kind_of`).
+"""Read back what is on the disk: the folder of a run (`RecordedRun`), its events, and the kind of any path (`kind_of`).
 
 An event is one change of the heads: a freeze, a prune or an undo. Its line in events.jsonl has its kind, update,
 reason, heads, seconds and values, in a run also `loss_before` and `loss_after`. An undo has the number of the event
@@ -91,7 +91,7 @@ class RecordedRun:
             return str(self.result["arm"])
         if not self.events and (freeze := self.config.get("freeze")):
             return STATE_AFTER[freeze.get("operation", "freeze")]
-        return arm(frozen=self.frozen_heads, pruned=self.pruned_heads, events=self.events)
+        return arm_of(frozen=self.frozen_heads, pruned=self.pruned_heads, events=self.events)
 
     @property
     def num_heads(self) -> int:
@@ -109,7 +109,7 @@ class RecordedRun:
 
     def _heads(self, name: str, kind: str) -> list[list[int]]:
         recorded = self.result.get("provenance", {}).get(name)
-        return [list(head) for head in recorded or edited_heads(self.events, kind)]
+        return [list(head) for head in recorded or heads_edited_by(self.events, kind)]
 
     @property
     def edited_heads(self) -> list[list[int]]:
@@ -130,48 +130,49 @@ class RecordedRun:
         return max((event.update for event in self.events if event.update is not None), default=recorded)
 
     @property
-    def _freezes(self) -> list["EventRecord"]:
+    def standing_freezes(self) -> list["EventRecord"]:
         """The events that froze or pruned heads and were not undone, in order."""
         return [event for event in self.events if event.kind != "undo" and event.undone_by is None]
 
     @property
     def newest_freeze(self) -> "EventRecord | None":
-        return next(reversed(self._freezes), None)
+        return next(reversed(self.standing_freezes), None)
 
     @property
-    def freeze(self) -> dict[str, Any] | None:
-        """Heads, scores and fits of the freezes that were not undone (`join_freezes`); None without any."""
-        return join_freezes(self._freezes)
+    def freeze_report(self) -> dict[str, Any] | None:
+        """The reports of all standing freezes as one, in the form of `FreezeReport.to_dict`; None without any."""
+        return merge_reports(self.standing_freezes)
 
     @cached_property
     def freeze_tensors(self) -> dict[str, Tensor]:
-        """Patterns `[F, T]`, marginals `[L, H, T]` and statistics `[L, H]` of the freezes that were not undone.
+        """The tensors of all standing freezes as one, in the form of `FreezeReport.tensors`; empty without any.
 
-        Patterns are in the order of the events and their heads. Marginals and statistics of a frozen head are from the
-        event that froze it, those of a live head from the newest.
+        Patterns `[F, T]` are in the order of the events and their heads. Marginals `[L, H, T]` and statistics `[L, H]`
+        of a frozen head are from the event that froze it, those of a live head from the newest.
         """
-        if not (events := self._freezes):
+        if not (events := self.standing_freezes):
             return {}
         parts = [event.tensors() for event in events]
-        joined = parts[-1]
+        merged = parts[-1]
         statistics = ("eta_abs", "eta_rel", "variance", "forward_kl", "row_entropy")
+        # A later event measures only the heads that are live by then.
         for event, part in zip(events[:-1], parts[:-1], strict=True):
-            for name in {*statistics} & joined.keys() & part.keys():
+            for name in {*statistics} & merged.keys() & part.keys():
                 for layer, head in event.heads:
-                    joined[name][layer, head] = part[name][layer, head]
+                    merged[name][layer, head] = part[name][layer, head]
         for name in ("alpha", "rho"):
             if all(name in part for part in parts):
-                joined[name] = torch.cat([part[name] for part in parts])
-            else:
-                joined.pop(name, None)
-        return joined
+                merged[name] = torch.cat([part[name] for part in parts])
+            else:  # pruned heads and dense patterns have none, and the rest would no longer be in the heads' order
+                merged.pop(name, None)
+        return merged
 
 
 def heads_of_record(path: Path | str) -> list[list[int]]:
     """Return the heads that are frozen or pruned in a run, checkpoint or events.jsonl, sorted; InputError for none."""
     path = Path(path)
     if path.suffix == ".jsonl":
-        heads = edited_heads(read_events(path))
+        heads = heads_edited_by(read_events(path))
     elif expect(path, Kind.RUN, Kind.CHECKPOINT) is Kind.CHECKPOINT:
         heads = _heads_of_checkpoint(path)
     else:
@@ -248,14 +249,14 @@ def events_file(path: Path | str) -> Path:
     return path / EVENTS if os.path.lexists(path / EVENTS) else path
 
 
-def edited_heads(events: Iterable[EventRecord], kind: str | None = None) -> list[list[int]]:
+def heads_edited_by(events: Iterable[EventRecord], kind: str | None = None) -> list[list[int]]:
     """Return the heads that events froze or pruned, or only those of one kind, without undone ones; sorted."""
     last = {(layer, head): event.kind for event in events for layer, head in event.heads}
     return [list(head) for head, now in sorted(last.items()) if now != "undo" and kind in (None, now)]
 
 
-def join_freezes(events: Iterable[EventRecord]) -> dict[str, Any] | None:
-    """Return the line of the newest freeze that was not undone, with heads and fits of all of them; None without any.
+def merge_reports(events: Iterable[EventRecord]) -> dict[str, Any] | None:
+    """Return the report of the newest freeze that was not undone, with heads and fits of all of them; None without any.
 
     `scores` `[L][H]` has for each frozen head the score by which it was chosen, and for live heads the newest.
     """
@@ -267,8 +268,8 @@ def join_freezes(events: Iterable[EventRecord]) -> dict[str, Any] | None:
         for layer, head in line["heads"]:
             scores[layer][head] = line["scores"][layer][head]
     names = ("heads", "fit_kl", "rejected", "certificates", "exponential")
-    joined = {name: [each for line in lines for each in line.get(name) or ()] for name in names}
-    return {**lines[-1], **joined, "scores": scores}
+    of_all = {name: [each for line in lines for each in line.get(name) or ()] for name in names}
+    return {**lines[-1], **of_all, "scores": scores}
 
 
 def append_event(
@@ -305,8 +306,8 @@ def inherit_events(source: Path, folder: Path) -> None:
     write_lines(folder / EVENTS, [{**event.values, "inherited": True} for event in events])
 
 
-def arm(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
-    """Return frozen, pruned, both or ordinary, by heads; if all were undone, by the first event."""
+def arm_of(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
+    """Return frozen, pruned, "frozen and pruned" or ordinary, by heads; if all were undone, by the first event."""
     kinds = [kind for kind, heads in (("frozen", frozen), ("pruned", pruned)) if heads]
     undone = [STATE_AFTER[event.kind] for event in events if event.kind != "undo" and event.heads]
     return " and ".join(kinds) or next(iter(undone), "ordinary")
@@ -358,7 +359,10 @@ def kind_of(path: Path | str) -> Kind | None:
     path = Path(path)
     if path.is_file():
         return Kind.RESULT if path.suffix == ".json" else None
-    has = lambda *names: any((path / name).is_file() for name in names)  # noqa: E731 - one of these files
+
+    def has(*names: str) -> bool:
+        return any((path / name).is_file() for name in names)
+
     if (config := _transformers_config(path)) is not None:
         # Heads that config.json does not name are not this model's: `saf.save` or an earlier model left them there.
         return Kind.TRANSFORMERS if "saf" in config or not has("saf.json") else Kind.HEADS

@@ -86,14 +86,14 @@ def head_map(run: RecordedRun, *, name: str) -> str:
 
 def shape_of(run: RecordedRun) -> tuple[int, int]:
     """Return how many layers a run's model has, and how many heads a layer."""
-    if run.freeze:
-        return len(run.freeze["scores"]), len(run.freeze["scores"][0])
+    if run.freeze_report:
+        return len(run.freeze_report["scores"]), len(run.freeze_report["scores"][0])
     return int(run.config["model"]["num_layers"]), int(run.config["model"]["num_heads"])
 
 
 def _draw_map(axis: Axes, run: RecordedRun) -> None:
     layers, heads = shape_of(run)
-    freeze = run.freeze or {}
+    freeze = run.freeze_report or {}
     cells = np.zeros((layers, heads, CELL, CELL, 4))
     inner = cells[:, :, 1:-1, 1:-1]
     inner[..., :3] = _ORANGE
@@ -132,7 +132,7 @@ def _score_ranks(scores: Sequence[Sequence[float | None]]) -> np.ndarray:
 
 
 def patterns(run: RecordedRun) -> list[np.ndarray]:
-    """Return a small picture of each frozen head's pattern, in the order of `run.freeze`.
+    """Return a small picture of each frozen head's pattern, in the order of `run.freeze_report`.
 
     Queries run down and keys across, in even bins. Above a faint base, a value is 0 for attention up to uniform over
     the keys before the query, and 1 from 100 times that on.

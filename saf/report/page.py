@@ -127,7 +127,7 @@ def _warnings(comparisons: Sequence[ArmComparison]) -> Iterator[str]:
 
 
 def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[str, Any]:
-    freeze = run.freeze or {}
+    freeze = run.freeze_report or {}
     kls, rejected = ({tuple(head): kl for *head, kl in freeze.get(key, ())} for key in ("fit_kl", "rejected"))
     config, event, sequences = freeze.get("config") or {}, run.newest_freeze, freeze.get("num_sequences")
     costs: dict[str, float] = {}
@@ -158,7 +158,7 @@ def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[
 
 def _head_table(run: RecordedRun, kls: Mapping[Any, float], rejected: Mapping[Any, float]) -> Table:
     layers, heads = figures.shape_of(run)
-    freeze, entropy = run.freeze or {}, run.freeze_tensors.get("row_entropy")
+    freeze, entropy = run.freeze_report or {}, run.freeze_tensors.get("row_entropy")
     kinds = {tuple(head): kind for kind in ("frozen", "pruned") for head in getattr(run, f"{kind}_heads")}
     rows = []
     for place in ((layer, head) for layer in range(layers) for head in range(heads)):
@@ -268,6 +268,6 @@ def _as_run(folder: Path, inspected: Mapping[str, Any]) -> RecordedRun:
     result: dict[str, Any] = {"arm": "frozen" if inspected["frozen"] else "pruned"}
     result["provenance"] = {**origin, "model": inspected["hash"], **heads}
     run = RecordedRun(folder=folder, config=config, result=result, events=read_events(folder))
-    if run.freeze and sorted(map(tuple, run.freeze["heads"])) != sorted(map(tuple, run.edited_heads)):
+    if run.freeze_report and sorted(map(tuple, run.freeze_report["heads"])) != sorted(map(tuple, run.edited_heads)):
         return replace(run, events=[])  # of other heads: the model was edited again elsewhere
     return run

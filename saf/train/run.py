@@ -24,7 +24,7 @@ from saf.models import GPT
 from saf.models.adapter import adapter_for
 from saf.records.files import append_line, file_hash, flush, read_json, read_lines, write_json
 from saf.records.result import result_header
-from saf.records.run import MANIFEST, EventRecord, arm, edited_heads, read_events
+from saf.records.run import MANIFEST, EventRecord, arm_of, heads_edited_by, read_events
 from saf.records.table import plain
 from saf.records.table import seconds as in_words
 from saf.schedules import Proposer
@@ -375,7 +375,7 @@ def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any
         warnings.warn(difference, SafWarning, stacklevel=4)
     result = {
         **header,
-        "arm": arm(frozen=frozen, pruned=pruned, events=events),
+        "arm": arm_of(frozen=frozen, pruned=pruned, events=events),
         "updates": run.update,
         "tokens": run.tokens,
         "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(run.model)),
@@ -432,7 +432,7 @@ def _intervention(events: list[EventRecord]) -> dict[str, Any]:
     return {
         "update": events[0].update,
         "events": len(events),
-        "heads": edited_heads(events),
+        "heads": heads_edited_by(events),
         "seconds": seconds,
         "loss_before": around[0][0],
         "loss_after": around[-1][1],

@@ -13,13 +13,13 @@ from saf.records.run import (
     Kind,
     RecordedRun,
     append_event,
-    edited_heads,
     expect,
+    heads_edited_by,
     heads_of_record,
     inherit_events,
-    join_freezes,
     keep_events_,
     kind_of,
+    merge_reports,
     read_events,
 )
 
@@ -100,17 +100,17 @@ def test_events_are_numbered_lines_with_a_file_of_tensors_each(tmp_path):
 
 
 def test_what_events_chose_together_leaves_undone_ones_out(tmp_path):
-    assert join_freezes([]) is None
+    assert merge_reports([]) is None
     freeze(tmp_path, [[1, 0]], scores=[[3.0, 4.0], [1.0, 5.0]], fit_kl=[[1, 0, 0.1]], score_name="variance")
     freeze(tmp_path, [[0, 0]], scores=[[2.0, 6.0], [None, 7.0]], fit_kl=[[0, 0, 0.2]], score_name="variance")
     freeze(tmp_path, [[0, 1]], scores=[[None, 8.0], [None, 9.0]], fit_kl=[[0, 1, 0.3]], score_name="variance")
     append_event(tmp_path, "undo", {"heads": [[0, 1]], "undoes": 3})
-    together = join_freezes(read_events(tmp_path))
+    together = merge_reports(read_events(tmp_path))
     assert (together["heads"], together["number"]) == ([[1, 0], [0, 0]], 2)
     assert together["scores"] == [[2.0, 6.0], [1.0, 7.0]]
     assert together["fit_kl"] == [[1, 0, 0.1], [0, 0, 0.2]]
     assert together["rejected"] == []
-    assert edited_heads(read_events(tmp_path)) == [[0, 0], [1, 0]]
+    assert heads_edited_by(read_events(tmp_path)) == [[0, 0], [1, 0]]
 
 
 def test_events_that_are_not_kept_go_with_their_tensors_and_what_they_undid(tmp_path):

@@ -77,7 +77,7 @@ def test_names_from_outside_are_text_and_the_page_asks_for_nothing(tmp_path):
 def test_a_head_shows_the_pattern_that_is_installed(tmp_path):
     """The oracle is the dense pattern, averaged over the keys of a bin and set against uniform attention."""
     run = RecordedRun.open(write_run(tmp_path / "frozen", Shape(length=44), frozen=True))
-    layer, head = run.freeze["heads"][0]
+    layer, head = run.freeze_report["heads"][0]
     logits = [values[layer, head] for values in patterns(Shape(length=44)).values()]
     dense = CompactPattern.from_parameters(*logits).dense()
     picture = figures.patterns(run)[0]

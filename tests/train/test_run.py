@@ -18,7 +18,7 @@ from saf.freeze_config import FreezeConfig
 from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
 from saf.records.files import read_json, read_lines
-from saf.records.run import RecordedRun, edited_heads, heads_of_record, read_events
+from saf.records.run import RecordedRun, heads_edited_by, heads_of_record, read_events
 from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.surgery import pattern_parameters
 from saf.tasks import MQARSettings
@@ -195,7 +195,7 @@ def test_gradual_freezes_the_chosen_heads_in_groups_and_patterns_installed_stay(
     first, second = read_events(folder)
     assert sorted(first.values["deferred"]) == second.heads
     result = read_json(folder / "result.json")
-    assert result["provenance"]["heads"] == sorted(first.heads + second.heads) == edited_heads([first, second])
+    assert result["provenance"]["heads"] == sorted(first.heads + second.heads) == heads_edited_by([first, second])
     before, after = (patterns(folder / "checkpoints" / name) for name in ("step-6", "step-12"))
     assert len(after) == 4
     assert all(torch.equal(after[head], pattern) for head, pattern in before.items())
