@@ -1,12 +1,12 @@
-"""`Task` is what a run trains on and is measured by; the functions below it measure any model, and write its answers.
+"""`Task` is what a run trains on and is measured by; the functions below it measure any model and write its answers.
 
-The training loop knows no data: its position in them, and what must be equal to continue from a checkpoint, come from
-`Task`. Answers to questions have one form in all tasks, `TaskAnswers`: a summary, and a file with a line a question.
+The training loop knows no data: `Task` says where a run stands in them, and whether it may continue from a checkpoint.
+Answers to questions have one form in all tasks, `TaskAnswers`: a summary, and a file with a line a question.
 """
 
 import math
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
@@ -53,7 +53,8 @@ Out = TypeVar("Out")
 class Task(ABC):
     """What a run trains on and is measured by.
 
-    In a group of processes every one calls `controller_loss` and `report` with the same model: they divide the
+    A task sets the attributes below, reads its sequences (`batch`, `calibration`, `heldout`), and measures a model on
+    them (`_controller_loss`, `report`). In a group of processes every one measures the same model: they divide the
     sequences among them, the first one writes, and all get the same result.
     """
 
@@ -99,10 +100,12 @@ class Task(ABC):
         Rank r of n passes r and n, so that each trains on its own. The next one is fetched before this one is used.
         """
         size = self.settings.batch_size
+        # Counted over all ranks: a run stopped on four processes goes on with two, on the same sequences.
         position = update * self.windows_per_update + first * size
 
         def fetch(position: int) -> Tensor:
             batch = self.batch(position, size)
+            # Only from pinned memory does the copy run while the GPU computes on the batch before.
             return batch.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else batch
 
         pending = fetch(position)
@@ -119,16 +122,17 @@ class Task(ABC):
     def heldout(self) -> list[Tensor]:
         """Return the sequences that output-aware scores read, LongTensors `[<= batch_size, length]`."""
 
-    @abstractmethod
     def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
         """Return the loss, nats per target, by which schedules decide during a run.
 
-        It is over the first `controller_count(batches)` sequences of held-out data.
+        It is over the first `batches` of held-out data, or the first `eval_windows` sequences.
         """
+        count = self.settings.eval_windows if batches is None else batches * self.settings.batch_size
+        return self._controller_loss(model, execution, count)
 
-    def controller_count(self, batches: int | None) -> int:
-        """Return the number of sequences in this number of batches; `eval_windows` for None."""
-        return self.settings.eval_windows if batches is None else batches * self.settings.batch_size
+    @abstractmethod
+    def _controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
+        """Return the loss over the first `count` held-out sequences, or all where there are fewer."""
 
     @abstractmethod
     def report(
@@ -139,15 +143,14 @@ class Task(ABC):
         Writes the task's own files into `folder`; an evaluation names the hashes of `checkpoints`, by role.
         """
 
-    @abstractmethod
     def description(self) -> dict[str, Any]:
-        """Return the entries of config.json about the data, `fingerprint` among them."""
+        """Return the entries of config.json about the data."""
+        return {"folder": self.settings.data, "fingerprint": self.fingerprint, "tokenizer": self.tokenizer_hash}
 
     def state(self, update: int) -> dict[str, Any]:
         """Return the entries of a checkpoint's state.json about the data after `update` updates."""
-        position = update * self.windows_per_update
-        state = {"sampler_position": position, "data_fingerprint": self.fingerprint, "tokenizer": self.tokenizer_hash}
-        return {name: value for name, value in state.items() if value is not None}
+        state = {"sampler_position": update * self.windows_per_update, "data_fingerprint": self.fingerprint}
+        return state if self.tokenizer_hash is None else state | {"tokenizer": self.tokenizer_hash}
 
     def check_continues(self, state: dict[str, Any], path: Path) -> None:
         """Raise unless training can continue from the checkpoint at `path`, whose state.json is `state`."""
@@ -155,6 +158,7 @@ class Task(ABC):
             other = f"fingerprint {state['data_fingerprint'][:16]}, this run's is {self.fingerprint[:16]}"
             remedy = "use its data, settings and seed, or --fresh"
             raise CheckpointError(f"{path} was trained on other data: {other}; {remedy}")
+        # Updates of another size would train on some sequences twice, or skip some.
         if state["sampler_position"] != state["update"] * self.windows_per_update:
             used = state["sampler_position"] // max(state["update"], 1)
             sizes = f"{self.settings.batch_size} x {self.settings.accumulation}"
@@ -180,33 +184,32 @@ def run_batches(
     """
     done = 0
     _, num_ranks = rank_and_size()
+    sizes = sizes or [1] * len(batches)
 
-    def run_one(sized_batch: tuple[int, In]) -> Out:
+    def run_one(number: int) -> Out:
         nonlocal done
-        size, batch = sized_batch
-        result = run(batch)
-        done += num_ranks * size  # the other ranks run as many at the same time
+        result = run(batches[number])
+        done += num_ranks * sizes[number]  # the other ranks run as many at the same time
         if progress is not None:
             progress(min(done, sum(sizes)), sum(sizes))
         return result
 
-    sized_batches = list(zip(sizes or [1] * len(batches), batches, strict=True))
     with evaluation_mode(model), torch.no_grad(), autocast(language_model(model).device, precision):
-        return map_over_ranks(run_one, sized_batches)
+        return map_over_ranks(run_one, range(len(batches)))
 
 
 def precision_in_use(model: nn.Module, precision: str) -> str:
     """Name the precision in which a model runs under `autocast(device, precision)`.
 
     For float32 weights that is "fp32" or "bf16". Weights of another dtype run in it and are named too: "bf16 weights",
-    or "bf16 weights, bf16 autocast". Patterns of frozen heads do not count as weights.
+    or "bf16 weights, bf16 autocast".
 
     Raises InputError where `precision` is "fp32" and weights are narrower.
     """
     computes_in = resolve_precision(language_model(model).device, precision)
-    patterns = {
-        parameter for module in model.modules() if isinstance(module, FrozenHeads) for parameter in module.parameters()
-    }
+    # Trainable patterns of frozen heads are float32 in every model, and say nothing about its weights.
+    frozen = [module for module in model.modules() if isinstance(module, FrozenHeads)]
+    patterns = {parameter for module in frozen for parameter in module.parameters()}
     dtypes = {parameter.dtype for parameter in model.parameters() if parameter not in patterns}
     abbreviations = {torch.float64: "fp64", torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
     names = sorted(abbreviations.get(dtype, str(dtype).removeprefix("torch.")) for dtype in dtypes)
@@ -234,7 +237,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
     return facts
 
 
-# --- how likely choices are
+# --- log-probabilities of choices
 
 
 class Continuation(NamedTuple):
@@ -250,7 +253,7 @@ class Continuation(NamedTuple):
 
 
 class Likelihood(NamedTuple):
-    """How likely a continuation is."""
+    """The log-probability of a continuation."""
 
     log_prob: float
     """Nats, summed over its tokens."""
@@ -266,12 +269,11 @@ def likelihoods(
     precision: str = "auto",
     progress: Progress | None = None,
 ) -> list[Likelihood]:
-    """Compute how likely each continuation is, in order; processes of a group divide the batches among them.
+    """Compute the log-probability of each continuation, in order; processes of a group divide the batches among them.
 
-    Inputs of one length share a forward pass, and no token of padding enters: patterns of frozen heads count positions
-    from a sequence's first token (paper, appendix on pretrained models). Choices that differ in their last token alone
-    have equal inputs, which are computed once. Logits are computed at the continuations' positions, their softmax in
-    float32.
+    A forward pass has inputs of one length, without padding (paper, appendix on pretrained models). Logits are computed
+    at the continuations' positions, their softmax in float32.
+
     Raises InputError for an empty context or continuation or one longer than the model takes, DivergenceError for a
     log-probability that is not finite.
     """
@@ -282,20 +284,22 @@ def likelihoods(
         if longest is not None and len(each.inputs) > longest:
             raise InputError(f"inputs must be at most {longest} tokens, got {len(each.inputs)}; shorten the context")
 
-    numbers: dict[Tokens, list[int]] = {}  # of the continuations with these inputs
+    # Choices of one token have equal inputs, their context: a question with four of them is one row, not four.
+    numbers = defaultdict[Tokens, list[int]](list)  # of the continuations with these inputs
     for number, each in enumerate(continuations):
-        numbers.setdefault(each.inputs, []).append(number)
-    by_length = groupby(sorted(numbers, key=len, reverse=True), len)
-    batches = [
-        rows[first : first + batch_size]
-        for rows in (list(same_length) for _, same_length in by_length)
-        for first in range(0, len(rows), batch_size)
-    ]
+        numbers[each.inputs].append(number)
+    # One length a batch: padding would shift the positions that patterns of frozen heads are fitted to. Longest first:
+    # what does not fit into memory fails at once.
+    batches = list[list[Tokens]]()
+    for _, rows in groupby(sorted(numbers, key=len, reverse=True), len):
+        same_length = list(rows)
+        batches += (same_length[first : first + batch_size] for first in range(0, len(same_length), batch_size))
 
     def measure(rows: list[Tokens]) -> dict[int, Likelihood]:
         members = [(row, number) for row, inputs in enumerate(rows) for number in numbers[inputs]]
         width = max(len(continuations[number].tokens) for _, number in members)
         logits = language.last_logits(language.model, torch.tensor(rows, device=language.device), width)
+        # A log-softmax in bfloat16 has three digits, and choices often differ by less.
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         return {number: _likelihood(wide[row], continuations[number].tokens) for row, number in members}
 
@@ -346,7 +350,8 @@ class TaskAnswers(NamedTuple):
 
 def write_answers(path: Path, tasks: Mapping[str, Sequence[Answer]]) -> str:
     """Write the answers of all tasks, a line each with the task's name; return the file's SHA-256."""
-    return file_hash(write_lines(path, [{"task": name, **each} for name, answers in tasks.items() for each in answers]))
+    lines = [{"task": name, **each} for name, answers in tasks.items() for each in answers]
+    return file_hash(write_lines(path, lines))
 
 
 def read_answers(path: Path, records: Mapping[str, Mapping[str, Any]], sha256: str | None) -> dict[str, TaskAnswers]:

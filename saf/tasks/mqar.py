@@ -1,8 +1,8 @@
-"""Multi-query associative recall: its examples, the task that trains on them, and how many queries a model answers.
+"""`MQARTask` trains on multi-query associative recall and counts the queries that a model answers.
 
-A sequence of T tokens begins with k pairs, `key value key value ...`; every key comes up once more among the tokens
-that follow, and there its value is the next token to predict. The distribution is that of Zoology's generator (Arora et
-al., "Zoology: Measuring and improving recall in efficient language models"), which the paper uses.
+A sequence of T tokens begins with k pairs, `key value key value ...`. Every key comes once more among the tokens that
+follow, as a query, and there its value is the target. The distribution is that of Zoology's generator (Arora et al.,
+"Zoology: Measuring and improving recall in efficient language models"), which the paper uses.
 """
 
 import hashlib
@@ -103,9 +103,10 @@ class MQARSettings:
 
     def within(self, context: int) -> "MQARSettings":
         """Return the settings with only the tests whose sequences have at most `context` tokens."""
-        tests = [test for test in self.tests if test[0] <= context]
-        lengths, pairs = (tuple(test[part] for test in tests) for part in (0, 1))
-        return replace(self, test_lengths=lengths, test_pairs=pairs)
+        tests = [(length, pairs) for length, pairs in self.tests if length <= context]
+        return replace(
+            self, test_lengths=tuple(length for length, _ in tests), test_pairs=tuple(pairs for _, pairs in tests)
+        )
 
     def examples(
         self, stream: Stream, numbers: Sequence[int], *, seed: int, length: int | None = None, pairs: int | None = None
@@ -113,8 +114,8 @@ class MQARSettings:
         """Return inputs and targets of the examples by their numbers, int64 `[examples, length]`; -100 is no target.
 
         An example is a pure function of the settings, seed, stream and number; length and pairs are by default
-        training's. Pairs fill the first `2 pairs` tokens. A query stands an even number of tokens behind them. The
-        distances 1, 2, ... are drawn without replacement by weights `distance ** (power - 1)`, in order of the keys.
+        training's. Pairs fill the first `2 pairs` tokens. The query of distance d stands `2 (d - 1)` tokens behind
+        them; distances are drawn without replacement by weights `d ** (power - 1)`, in order of the keys.
 
         >>> inputs, targets = MQARSettings().examples(Stream.TEST, [0], seed=0, length=16, pairs=2)
         >>> inputs.shape, int((targets != -100).sum())
@@ -130,15 +131,17 @@ class MQARSettings:
 
     def _write(self, inputs: np.ndarray, targets: np.ndarray, pairs: int, draw: np.random.Generator) -> None:
         """Fill a row of inputs and targets with an example."""
+        # Checkpoints resume by the number of an example: another order of these draws would change their data.
         length, half, context = len(inputs), self.vocabulary // 2, 2 * pairs
-        keys = 1 + draw.choice(half - 1, size=pairs, replace=False)
+        keys = 1 + draw.choice(half - 1, size=pairs, replace=False)  # 0 is no key: it may fill the other places
         values = half + draw.choice(self.vocabulary - half, size=pairs, replace=False)
         distances = np.arange(1, (length - context) // 2 + 1)
-        # Arrival times of rates proportional to the weights: who comes first is a draw without replacement, in order.
+        # The order of exponential arrival times, of rates proportional to the weights, is a draw without replacement.
         arrivals = draw.exponential(size=len(distances)) * distances ** (1 - self.power)
         queries = context + 2 * np.argsort(arrivals, kind="stable")[:pairs]
         inputs[:] = draw.integers(self.vocabulary, size=length) if self.random_fill else 0
         inputs[0:context:2], inputs[1:context:2] = keys, values
+        # The value is the target at its query, not the token behind it, which is drawn like any other.
         inputs[queries], targets[queries] = keys, values
 
 
@@ -154,9 +157,11 @@ class MQARTask(Task):
 
     def __init__(self, settings: Any, *, length: int):
         """Raise InputError for sequences or tests longer than the model's context, `length`."""
-        self.settings, self.context = settings, length
+        self.settings = settings
         self.mqar: MQARSettings = settings.mqar
         self.length, self.vocab_size = self.mqar.length, self.mqar.vocabulary
+        # Tokens and pairs of a sequence, as in `MQARSettings.tests`: in training, and where it fills the context.
+        self._trained, self._longest = (self.length, self.mqar.pairs), (length // 2 * 2, self.mqar.pairs)
         longest = max((self.length, *self.mqar.test_lengths))
         if longest > length:
             has = f"mqar has sequences of {longest:,} tokens, the model's context is {length:,}"
@@ -172,53 +177,57 @@ class MQARTask(Task):
 
     def calibration(self) -> list[Mapping[str, Tensor]]:
         """Sequences of the model's context, with `targets` at queries alone, by which gates on heads are measured."""
-        parts = self._fixed(Stream.CALIBRATION, self.settings.calibration_sequences)
-        batches = zip(*(part.split(self.settings.batch_size) for part in parts), strict=True)
-        return [{"input_ids": inputs, "targets": targets} for inputs, targets in batches]
+        inputs, targets = self._fixed(Stream.CALIBRATION, self.settings.calibration_sequences, self._longest)
+        size = self.settings.batch_size
+        batches = zip(inputs.split(size), targets.split(size), strict=True)
+        return [{"input_ids": ids, "targets": answers} for ids, answers in batches]
 
     def heldout(self) -> list[Tensor]:
-        inputs, _ = self._fixed(Stream.HELDOUT, self.settings.heldout_sequences)
+        inputs, _ = self._fixed(Stream.HELDOUT, self.settings.heldout_sequences, self._longest)
         return list(inputs.split(self.settings.batch_size))
 
-    def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        count = min(self.controller_count(batches), self.mqar.development)
-        return self._answers(model, execution, Stream.DEVELOPMENT, count)[0]["loss"]
+    def _controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
+        count = min(count, self.mqar.development)
+        record, _ = self._answers(model, execution, Stream.DEVELOPMENT, count, self._trained)
+        return record["loss"]
 
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
     ) -> dict[str, Any]:
         """Return loss and accuracy by test, and write how many queries of each example are answered."""
-        development, _ = self._answers(model, execution, Stream.DEVELOPMENT, self.mqar.development)
-        count = self.mqar.test_examples
-        tests = [self._answers(model, execution, Stream.TEST, count, *test) for test in self.mqar.tests]
-        answers = {test["task"]: each for test, each in tests}
+        settings, tests, answers = self.mqar, [], {}
+        development, _ = self._answers(model, execution, Stream.DEVELOPMENT, settings.development, self._trained)
+        for shape in settings.tests:
+            test, answered = self._answers(model, execution, Stream.TEST, settings.test_examples, shape)
+            tests.append(test)
+            answers[test["task"]] = answered
         return {
             "report_loss": development["loss"],
-            "recall": {"development": development, "tests": [test for test, _ in tests]},
+            "recall": {"development": development, "tests": tests},
             "answers_sha256": on_rank0(lambda: write_answers(folder / ANSWERS, answers)),
         }
 
     def description(self) -> dict[str, Any]:
-        return {"folder": None, "fingerprint": self.fingerprint, "tokenizer": None, "mqar": self.mqar.to_dict()}
+        return super().description() | {"folder": None, "mqar": self.mqar.to_dict()}
 
-    def _fixed(
-        self, stream: Stream, count: int, length: int | None = None, pairs: int | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return examples that are the same for every seed of training; they fill the context by default."""
-        length, pairs = length or self.context // 2 * 2, pairs or self.mqar.pairs
+    def _fixed(self, stream: Stream, count: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """Return examples of (tokens, pairs) that are the same for every seed of training."""
+        length, pairs = shape
         return self.mqar.examples(stream, range(count), seed=TEST_SEED + length + pairs, length=length, pairs=pairs)
 
     def _answers(
-        self, model: GPT, execution: Execution, stream: Stream, count: int, length: int = 0, pairs: int = 0
+        self, model: GPT, execution: Execution, stream: Stream, count: int, shape: tuple[int, int]
     ) -> tuple[dict[str, Any], list[Answer]]:
-        """Answer `count` fixed examples, by default of training's length and pairs; return the summary, and each."""
-        length, pairs = length or self.length, pairs or self.mqar.pairs
+        """Answer `count` fixed examples of (tokens, pairs); return the summary, and each."""
+        length, pairs = shape
         size = TEST_BATCH if stream is Stream.TEST else self.settings.batch_size
-        inputs, targets = self._fixed(stream, count, length, pairs)
+        inputs, targets = self._fixed(stream, count, shape)
         record = answer_queries(model, inputs, targets, batch_size=size, precision=execution.precision)
-        ids = [hashlib.sha256(row.numpy().astype("<i8").tobytes()).hexdigest()[:16] for row in inputs]
-        hits = zip(ids, record.pop("hits"), strict=True)
-        answers: list[Answer] = [{"id": each, "right": hit, "queries": pairs} for each, hit in hits]
+        hits, answers = record.pop("hits"), list[Answer]()
+        for row, hit in zip(inputs, hits, strict=True):
+            # Two runs are paired by the examples themselves, whatever generated them.
+            name = hashlib.sha256(row.numpy().astype("<i8").tobytes()).hexdigest()[:16]
+            answers.append({"id": name, "right": hit, "queries": pairs})
         return {"task": f"{length:,} tokens, {pairs} pairs", "length": length, "pairs": pairs, **record}, answers
 
 
@@ -230,9 +239,9 @@ def answer_queries(
 ) -> dict[str, Any]:
     """Answer the queries of `inputs [N, T]`, whose answers are `targets [N, T]`, -100 elsewhere.
 
-    All output classes compete for an answer, whichever of them a task uses (paper, appendix on associative recall).
-    Processes of a group share the batches out. Returns `accuracy` over all queries, `loss` (nats per query), the
-    numbers of `examples` and `queries`, and `hits`, the queries answered rightly by example.
+    An answer is the most likely of all output classes, whichever of them a task uses (paper, appendix on associative
+    recall). Processes of a group divide the batches. Returns `accuracy` over all queries, `loss` (nats per query), the
+    numbers of `examples` and `queries`, and `hits`, the number of queries of each example that are answered rightly.
     """
     queries = (targets != IGNORE_INDEX).sum(1)
     if inputs.shape != targets.shape or not len(queries) or not int(queries.min()):
@@ -243,6 +252,7 @@ def answer_queries(
     def answer(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         ids, answers = (part.to(device) for part in batch)
         where = answers != IGNORE_INDEX
+        # At queries alone: all logits of a sequence of 4,096 tokens and 50,304 classes are 0.8 GB in float32.
         logits = F.linear(model.hidden(ids)[where], model.embed.weight).float()
         right = torch.zeros_like(where)
         right[where] = logits.argmax(1) == answers[where]
@@ -262,15 +272,15 @@ def recall_tables(result: Mapping[str, Any]) -> list[Table]:
     if "recall" not in result:
         return []
     rows = [
-        [f"{one['length']:,}", one["pairs"], f"{100 * one['accuracy']:.2f}", f"{one['loss']:.4f}", one["queries"]]
-        for one in result["recall"]["tests"]
+        [f"{test['length']:,}", test["pairs"], f"{100 * test['accuracy']:.2f}", f"{test['loss']:.4f}", test["queries"]]
+        for test in result["recall"]["tests"]
     ]
     tables = [Table.of("queries answered", ("tokens", "pairs", "accuracy, %", "loss, nats", "queries"), rows)]
-    if reports := {update: one["recall"]["tests"] for update, one in result["reports"].items()}:
+    if reports := {update: report["recall"]["tests"] for update, report in result["reports"].items()}:
         columns = ("tokens / pairs", *(f"{int(update):,} updates" for update in reports))
         rows = [
-            [f"{each[0]['length']:,} / {each[0]['pairs']}", *(f"{100 * one['accuracy']:.2f}" for one in each)]
-            for each in zip(*reports.values(), strict=True)
+            [f"{test[0]['length']:,} / {test[0]['pairs']}", *(f"{100 * each['accuracy']:.2f}" for each in test)]
+            for test in zip(*reports.values(), strict=True)  # one test, after each number of updates
         ]
         tables.append(Table.of("queries answered, %, by updates", columns, rows))
     return tables

@@ -1,8 +1,8 @@
-"""Finetuning on questions with choices: settings, the task of a run, files of examples, and examples as tokens.
+"""`FinetuneTask` trains on questions with choices: its settings, its files of examples, and examples as tokens.
 
 The loss is that of the answer's tokens, the measure is accuracy. Where the paper leaves it open: a stratified share of
-the training file is development, which no arm trains on; the rest is shuffled anew in each epoch by (seed, epoch), so
-that arms see the same examples in the same order.
+the training file is development, which no arm trains on. The rest is shuffled in each epoch by (seed, epoch), so that
+all arms see the same examples in the same order.
 """
 
 import hashlib
@@ -81,14 +81,15 @@ class FinetuneTask(Task):
 
         Raises DataError for a file that cannot be read or has too few examples.
         """
-        self.name, self.settings, own = settings.task, settings, settings.finetuning
+        self.name, self.settings = settings.task, settings
+        own: FinetuneSettings | None = settings.finetuning
         if own is None or not own.test or not own.tokenizer:
             raise InputError(f"the task {self.name!r} needs a file of examples to test on (test) and a tokenizer")
-        self.own: FinetuneSettings = own
+        self.own = own
         self.tokenizer = Tokenizer.load(own.tokenizer)
         self.tokenizer_hash, self.vocab_size = self.tokenizer.fingerprint, self.tokenizer.vocab_size
         self.left_out: dict[str, LeftOut] = {}
-        limit = min(own.max_tokens - 1, length)
+        limit = min(own.max_tokens - 1, length)  # of inputs: the last token of an answer is only a target
         train = self._read("train", settings.data, limit, most=own.most_examples)
         self.test = self._read("test", own.test, limit)
         drawn = set(stratified([each.example.answer for each in train], own.development, seed=own.split_seed))
@@ -97,6 +98,7 @@ class FinetuneTask(Task):
         if not self.development or not self.examples:
             few = f"{settings.data} has {len(train)} examples: too few for a development share of {own.development:g}"
             raise DataError(f"{few}; use more examples or another share (development)")
+        # By their text: ids are numbers of lines in files without ids, and say nothing across files.
         trained = {(each.example.text, each.example.question) for each in train}
         self.shared = sum((each.example.text, each.example.question) in trained for each in self.test)
         if self.shared:
@@ -106,11 +108,12 @@ class FinetuneTask(Task):
         self.fingerprint = self._hash()
 
     def _read(self, role: str, path: str, limit: int, *, most: int | None = None) -> "list[Encoded]":
-        """Read a file's examples as tokens, at most so many; warn of those left out, refuse a file without any."""
+        """Read at most `most` examples of a file as tokens; warn of those left out, refuse a file without any."""
         source, left_out = read_examples(path, self.name)
         if most is not None and len(source) > most:  # before tokenising, which takes longer than all else
             answers = [each.answer for each in source]
-            source = [source[place] for place in stratified(answers, most / len(source), seed=self.own.split_seed)]
+            drawn = stratified(answers, most / len(source), seed=self.own.split_seed)
+            source = [source[number] for number in drawn]
         encoded = encode_examples(source, left_out, self.tokenizer, limit=limit, shorten=self.own.too_long == "shorten")
         self.left_out[role] = left_out
         count, words = len(encoded) + sum(map(len, left_out.values())), counted(left_out)
@@ -125,6 +128,7 @@ class FinetuneTask(Task):
 
     def _hash(self) -> str:
         """Return the SHA-256 of the tokenizer and of all examples, as they are split."""
+        # Of tokens, not of files: a file may move or be compressed, and settings may change what is made of it.
         parts = [self.tokenizer.fingerprint]
         for examples in (self.examples, self.development, self.test):
             digest = hashlib.sha256()
@@ -141,11 +145,11 @@ class FinetuneTask(Task):
         return round(self.windows_per_update * mean)
 
     def updates_of(self, epochs: int) -> int:
-        """Updates of so many epochs; the last one takes up the next epoch's first examples to be full."""
-        return -(-epochs * len(self.examples) // self.windows_per_update)
+        """Return the updates of this number of epochs; the last one is filled from the next epoch."""
+        return math.ceil(epochs * len(self.examples) / self.windows_per_update)
 
     def numbers(self, position: int, count: int) -> list[int]:
-        """Numbers of the examples that follow `position` consumed ones; each epoch has an order of its own."""
+        """Return the numbers of the `count` examples from `position` on; each epoch has an order of its own."""
         total, seed = len(self.examples), self.settings.seed
         places = (divmod(number, total) for number in range(position, position + count))
         return [int(permutation(_ORDER, seed, epoch, total)[place]) for epoch, place in places]
@@ -156,42 +160,44 @@ class FinetuneTask(Task):
         return torch.stack(pad(rows, padding=self.tokenizer.eot_id))
 
     def calibration(self) -> list[dict[str, Tensor]]:
-        """Training examples to calibrate on, drawn by the run's seed, in batches padded behind.
+        """Return training examples to calibrate on, drawn by the run's seed, in batches padded behind.
 
         Mappings with `input_ids`, `attention_mask` and, at the answers, `targets`, `[<= batch_size, longest of them]`.
-        Patterns reach as far as the longest sequence: the last one drawn yields its place to the longest training
-        example where none as long was drawn, and where other examples or choices are longer still, it goes on with the
-        text of further examples.
+        One sequence has all `length` tokens, since patterns reach no further than the longest.
         """
-        count, size, examples = self.settings.calibration_sequences, self.settings.batch_size, self.examples
-        if count > len(examples):
-            raise DataError(f"calibration_sequences must be at most {len(examples)}, all that train, got {count}")
-        order = permutation(_CALIBRATION, self.settings.seed, 0, len(examples))
-        drawn = [examples[place] for place in order[:count]]
-        longest = max(examples, key=lambda each: len(each.sequence))
-        if all(len(each.sequence) < len(longest.sequence) for each in drawn):
-            drawn[-1] = longest
-        rows = [each.row for each in drawn]
-        reach = max(range(count), key=lambda place: len(rows[place][0]))
-        tokens, *answer = rows[reach]
-        further = (token for place in order[::-1] for token in examples[place].sequence)
-        rows[reach] = ((*tokens, *further)[: self.length + 1], *answer)
-        if (reached := len(rows[reach][0]) - 1) < self.length:
-            reason = f"the longest example, got {reached:,} in all training examples"
-            raise DataError(f"patterns must reach {self.length:,} tokens, {reason}; use more of them")
-        batches = []
-        for part in (rows[first : first + size] for first in range(0, count, size)):
-            inputs, targets = pad(part, padding=self.tokenizer.eot_id)
+        size, padding = self.settings.batch_size, self.tokenizer.eot_id
+        batches, rows = [], self._calibration_rows()
+        for part in (rows[first : first + size] for first in range(0, len(rows), size)):
+            inputs, targets = pad(part, padding=padding)
             lengths = torch.tensor([len(tokens) - 1 for tokens, _, _ in part])[:, None]
             mask = (torch.arange(inputs.shape[1]) < lengths).long()
             batches.append({"input_ids": inputs, "attention_mask": mask, "targets": targets})
         return batches
 
-    def heldout(self) -> list[Tensor]:
-        """Development examples laid end to end and cut into sequences of `length`; raise DataError for too few tokens.
+    def _calibration_rows(self) -> "list[Row]":
+        """Draw the sequences of calibration; raise DataError where there are too few examples, or too short ones."""
+        count, examples = self.settings.calibration_sequences, self.examples
+        if count > len(examples):
+            raise DataError(f"calibration_sequences must be at most {len(examples)}, all that train, got {count}")
+        order = permutation(_CALIBRATION, self.settings.seed, 0, len(examples))
+        drawn = [examples[number] for number in order[:count]]
+        longest = max(examples, key=lambda each: len(each.sequence))
+        if all(len(each.sequence) < len(longest.sequence) for each in drawn):
+            drawn[-1] = longest
+        rows = [each.row for each in drawn]
+        # A test example or a wrong choice may be longer still: the longest row goes on with text of further examples.
+        reach = max(range(count), key=lambda number: len(rows[number][0]))
+        tokens, begin, end = rows[reach]
+        further = (token for number in order[::-1] for token in examples[number].sequence)
+        rows[reach] = ((*tokens, *further)[: self.length + 1], begin, end)
+        if (reached := len(rows[reach][0]) - 1) < self.length:
+            reason = f"the longest example, got {reached:,} in all training examples"
+            raise DataError(f"patterns must reach {self.length:,} tokens, {reason}; use more of them")
+        return rows
 
-        Output-aware scores compare rows that every sequence has, so these are all of one length.
-        """
+    def heldout(self) -> list[Tensor]:
+        """Lay development examples end to end, cut into sequences of `length`; raise DataError for too few tokens."""
+        # Output-aware scores compare query positions that every sequence has: all are of one length, without padding.
         ids = [token for each in self.development for token in each.sequence]
         count = self.settings.heldout_sequences
         if len(ids) < count * self.length:
@@ -205,15 +211,24 @@ class FinetuneTask(Task):
         size, precision = self.settings.batch_size, execution.precision
         results, answers = iter(likelihoods(model, pairs, batch_size=size, precision=precision)), []
         for each in examples:
+            # Summed over tokens, not averaged as some benchmarks do: the most probable choice is taken.
             log_probs = [next(results).log_prob for _ in each.choices]
             right, taken = each.example.answer, max(range(len(log_probs)), key=log_probs.__getitem__)
-            answer = {"id": each.example.id, "answer": right, "taken": taken, "right": taken == right}
-            answer |= {"shortened": each.shortened, "log_probs": log_probs}
-            answers.append({**answer, "answer_tokens": len(each.choices[right])})
+            answers.append(
+                {
+                    "id": each.example.id,
+                    "answer": right,
+                    "taken": taken,
+                    "right": taken == right,
+                    "shortened": each.shortened,
+                    "log_probs": log_probs,
+                    "answer_tokens": len(each.choices[right]),
+                }
+            )
         return answers
 
-    def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        return answer_loss(self.answers(model, execution, self.development[: self.controller_count(batches)]))
+    def _controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
+        return answer_loss(self.answers(model, execution, self.development[:count]))
 
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
@@ -229,18 +244,16 @@ class FinetuneTask(Task):
         }
 
     def description(self) -> dict[str, Any]:
-        return {
-            "folder": self.settings.data,
-            "fingerprint": self.fingerprint,
-            "tokenizer": self.tokenizer_hash,
+        settings = {name: value for name, value in asdict(self.own).items() if name not in PATHS}
+        own = {
             "test": self.own.test,
             "task": self.name,
             "longest": self.length,
             "examples": {"train": len(self.examples), "development": len(self.development), "test": len(self.test)},
             "test_examples_trained_on": self.shared,
             "left_out": self.left_out,
-            **{name: value for name, value in asdict(self.own).items() if name not in PATHS},
         }
+        return super().description() | own | settings
 
 
 def answer_loss(answers: Sequence[Answer]) -> float:
@@ -302,9 +315,12 @@ def read_examples(path: Path | str, task: str) -> tuple[list[Example], LeftOut]:
 
 
 def counted(left_out: LeftOut) -> str:
-    """Count the examples that were left out by reason, and name the first of them."""
-    shown = {reason: ", ".join(names[:3]) + ", ..." * (len(names) > 3) for reason, names in left_out.items()}
-    return "; ".join(f"{len(names)} {reason} ({shown[reason]})" for reason, names in left_out.items())
+    """Count the examples that were left out by reason, and name the first three of each."""
+    counts = []
+    for reason, ids in left_out.items():
+        more = ", ..." if len(ids) > 3 else ""
+        counts.append(f"{len(ids)} {reason} ({', '.join(ids[:3])}{more})")
+    return "; ".join(counts)
 
 
 def is_json_lines(name: str) -> bool:
@@ -406,15 +422,17 @@ def encode_examples(
 ) -> list[Encoded]:
     """Return the examples as tokens, none longer than `limit` inputs of the model; end-of-text comes first.
 
-    Prompt and choices are tokenised separately, so that a prompt is the same whatever follows. With `shorten` a longer
-    example loses tokens at the end of its text, never of its question or a choice. Without `shorten`, or where no text
-    would remain, its id goes to `left_out`; so does that of one whose choices have the same tokens.
+    With `shorten` a longer example loses tokens at the end of its text, never of its question or a choice. Without
+    `shorten`, or where no text would remain, its id goes to `left_out`; so does that of one whose choices have the same
+    tokens.
     """
-    result = []
-    parts = ([each.text for each in examples], [each.question for each in examples])
-    texts, questions, prompts = map(tokenizer.encode_batch, (*parts, list(map(str.__add__, *parts))))
-    different = list({choice: None for example in examples for choice in example.choices})
-    tokens_of = dict(zip(different, map(tuple, tokenizer.encode_batch(different)), strict=True))
+    result, encode = [], tokenizer.encode_batch
+    prompts = encode([each.text + each.question for each in examples])
+    # Apart, for the examples that are shortened: tokens of the whole may span the end of the text.
+    texts, questions = encode([each.text for each in examples]), encode([each.question for each in examples])
+    # Choices apart from the prompt, so that it is the same whatever follows; and once each, as most tasks have few.
+    different = list(dict.fromkeys(choice for each in examples for choice in each.choices))
+    tokens_of = dict(zip(different, map(tuple, encode(different)), strict=True))
     for example, text, question, prompt in zip(examples, texts, questions, prompts, strict=True):
         choices = tuple(tokens_of[choice] for choice in example.choices)
         room = limit - max(map(len, choices))  # end-of-text comes first; the last token of a choice is no input
@@ -440,13 +458,13 @@ def stratified(labels: Sequence[Any], share: float, *, seed: int) -> list[int]:
     (3, 2)
     """
     names = sorted(set(labels), key=str)
-    members = {name: [place for place, label in enumerate(labels) if label == name] for name in names}
+    members = {name: [number for number, label in enumerate(labels) if label == name] for name in names}
     exact = {name: len(members[name]) * share for name in names}
     take = {name: int(exact[name]) for name in names}
     missing = round(len(labels) * share) - sum(take.values())
     for name in sorted(names, key=lambda name: take[name] - exact[name])[: max(missing, 0)]:
         take[name] += 1
-    draw = generator(0, seed, 0x5A17)
+    draw = generator(0, seed, 0x5A17)  # the number only keeps this draw apart from others of the seed
     drawn = {name: draw.permutation(len(members[name]))[: take[name]] for name in names}
     return sorted(members[name][place] for name in names for place in drawn[name])
 
@@ -456,7 +474,7 @@ Row = tuple[Sequence[int], int, int]
 
 
 def pad(rows: Sequence[Row], *, padding: int) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, int64 `[rows, longest - 1]`: only the tokens of answers are targets.
+    """Return inputs and targets, int64 `[rows, longest - 1]`: only the tokens of answers are targets.
 
     Padding stands behind a sequence, where causal attention does not look.
 
@@ -470,5 +488,5 @@ def pad(rows: Sequence[Row], *, padding: int) -> tuple[Tensor, Tensor]:
     for row, (tokens, begin, end) in enumerate(rows):
         ids = torch.tensor(tokens)
         inputs[row, : len(ids) - 1] = ids[:-1]
-        targets[row, begin - 1 : end - 1] = ids[begin:end]
+        targets[row, begin - 1 : end - 1] = ids[begin:end]  # the token before predicts each
     return inputs, targets

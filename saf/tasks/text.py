@@ -1,13 +1,14 @@
-"""Text: the task of pretraining, and held-out perplexity over sequential windows with every token's log-probability."""
+"""`TextTask` pretrains on text; `evaluate_perplexity` measures any model on held-out text, token by token.
+
+An evaluation has two files: evaluation.json, and log_probs.safetensors, by which `saf.compare` pairs two models.
+"""
 
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -23,7 +24,6 @@ from saf.tasks.base import Progress, Task, model_facts, precision_in_use, run_ba
 
 SAMPLERS = {"shuffled": shuffled_windows, "random": random_windows}
 EVALUATION, LOG_PROBS = EVALUATION_FILES = ("evaluation.json", "log_probs.safetensors")
-"""Files that an evaluation writes."""
 
 
 class TextTask(Task):
@@ -45,18 +45,15 @@ class TextTask(Task):
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
         super().check(calibrates=calibrates, scores_outputs=scores_outputs)
+        # Too little held-out text would otherwise be found after the training, at the first report.
         for partition, count in (("controller", 1), ("report", self._report_windows or 1)):
             if (windows := len(sequential_windows(self.data.tokens(partition), self.length, count))) < count:
                 most = f"at most the partition's {windows * self.length:,}, got {count * self.length:,}"
                 raise DataError(f"report_tokens must be {most}; prepare more held-out text")
 
-    @cached_property
-    def _tokens(self) -> np.ndarray:
-        return self.data.tokens("train")
-
     def batch(self, position: int, size: int) -> Tensor:
-        sample = SAMPLERS[self.settings.sampler]
-        windows = sample(self._tokens, position, size, length=self.length, seed=self.settings.seed)
+        sample, tokens = SAMPLERS[self.settings.sampler], self.data.tokens("train")
+        windows = sample(tokens, position, size, length=self.length, seed=self.settings.seed)
         return torch.stack([windows[:, :-1], windows[:, 1:]])
 
     def calibration(self) -> list[Tensor]:
@@ -79,30 +76,43 @@ class TextTask(Task):
             raise InputError(f"report_tokens must be at least one window of {self.length:,} tokens, got {tokens:,}")
         return tokens // self.length
 
-    def _evaluate(self, model: GPT, execution: Execution, partition: str, **options: Any) -> dict[str, Any]:
-        shape = {"partition": partition, "length": self.length, "batch_size": self.settings.batch_size}
-        return evaluate_perplexity(model, self.data, **shape, precision=execution.precision, **options)
-
-    def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        return self._evaluate(model, execution, "controller", limit=self.controller_count(batches))["loss"]
+    def _controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
+        record = evaluate_perplexity(
+            model,
+            self.data,
+            partition="controller",
+            length=self.length,
+            batch_size=self.settings.batch_size,
+            limit=count,
+            precision=execution.precision,
+        )
+        return record["loss"]
 
     def report(
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
     ) -> dict[str, Any]:
-        files = {"out": folder, "tokens": self.settings.token_losses, "checkpoints": checkpoints}
-        record = self._evaluate(model, execution, "report", limit=self._report_windows, **files)
+        record = evaluate_perplexity(
+            model,
+            self.data,
+            length=self.length,
+            batch_size=self.settings.batch_size,
+            limit=self._report_windows,
+            precision=execution.precision,
+            out=folder,
+            tokens=self.settings.token_losses,
+            checkpoints=checkpoints,
+        )
+        # The loss of a model that knows nothing but how often each token comes: comparisons name runs that end above.
         entropy = self.data.unigram_entropy("report")
         return {"report_loss": record["loss"], "report_perplexity": record["perplexity"], "unigram_entropy": entropy}
-
-    def description(self) -> dict[str, Any]:
-        return {"folder": self.settings.data, "fingerprint": self.fingerprint, "tokenizer": self.tokenizer_hash}
 
 
 def heldout_batches(data: TokenData, *, length: int, count: int, batch_size: int) -> list[Tensor]:
     """Read the last `count` windows of the controller partition, LongTensors `[<= batch_size, length]`.
 
-    Evaluations during a run read the first ones. Raises DataError when the partition has fewer than `count`.
+    Raises DataError when the partition has fewer than `count`.
     """
+    # Evaluations during a run read the first windows: scores should not choose heads by the text that judges them.
     windows = sequential_windows(data.tokens("controller"), length)
     if len(windows) < count:
         few = f"the controller partition must have {count} held-out windows of {length:,} tokens, got {len(windows)}"
@@ -133,9 +143,9 @@ def evaluate_perplexity(
     Processes of a group share the batches out, and all return the record that a single process would.
 
     A window has `length` tokens of context, by default the model's maximum, and begins with the token `bos` if there is
-    one; `limit` stops after so many. `precision` is "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32 elsewhere;
-    weights that are not float32 run in their own dtype, which the record names. `out` is a folder for
-    `EVALUATION_FILES`, which hold every token's log-probability with `tokens`, else only the losses of windows.
+    one; `limit` stops after so many windows. `precision` is "fp32", "bf16" (autocast), or "auto": bf16 on CUDA, fp32
+    elsewhere. Weights that are not float32 run in their own dtype, which the record names. `out` is a folder for
+    `EVALUATION_FILES`; with `tokens` they hold every token's log-probability, else only the mean losses of windows.
     `checkpoints` are hashes for the record's header: of the model, and of the one it was frozen from ("parent").
 
     Raises InputError for a setting out of range or "fp32" for narrower weights, DataError for less than one window or
@@ -144,7 +154,7 @@ def evaluate_perplexity(
     length = _window_length(model, data, length)
     windows = sequential_windows(data.tokens(partition), length, limit)
     windows = windows if bos is None else begun_with(windows, bos)
-    ran_in = precision_in_use(model, precision)  # which refuses one before the work
+    ran_in = precision_in_use(model, precision)  # before the work, since it refuses some
     log_probs = _log_probs(model, windows.split(batch_size), precision=precision, progress=progress)
     loss = -float(log_probs.mean(dtype=torch.float64))
     if not math.isfinite(loss):
@@ -155,7 +165,7 @@ def evaluate_perplexity(
         "length": length,
         "tokens": log_probs.numel(),
         "loss": loss,
-        "perplexity": math.exp(loss) if loss < 709.78 else math.inf,  # the largest float is exp(709.78...)
+        "perplexity": math.exp(loss) if loss < 709.78 else math.inf,  # above, math.exp raises OverflowError
         "precision": ran_in,
         "bos": bos,
         "by_position": losses_by_position(log_probs),
@@ -169,8 +179,8 @@ def evaluate_perplexity(
     device = device_name(language_model(model).device)
 
     def write() -> dict[str, Any]:
-        origin = {"checkpoints": checkpoints, "data": {partition: data.fingerprint}}
-        header = result_header("evaluation", settings, device=device, **origin)
+        fingerprints = {partition: data.fingerprint}
+        header = result_header("evaluation", settings, device=device, checkpoints=checkpoints, data=fingerprints)
         written = {**header, **record, "of": model_facts(model)}
         written["log_probs_sha256"] = write_losses(Path(out), log_probs, tokens=tokens)
         write_json(Path(out) / EVALUATION, written)
@@ -199,9 +209,8 @@ def _window_length(model: nn.Module, data: TokenData, length: int | None) -> int
     if (length := longest if length is None else length) is None:
         raise InputError("length must be set: the model has no maximum of its own")
     if longest is not None and length > longest:
-        raise InputError(
-            f"windows of {length:,} tokens are longer than the model's maximum of {longest:,}: lower length"
-        )
+        too_long = f"windows of {length:,} tokens are longer than the model's maximum of {longest:,}"
+        raise InputError(f"{too_long}: lower length")
     if vocabulary is not None and data.vocab_size > vocabulary:
         ids = f"the data's tokenizer has {data.vocab_size:,} ids, the model only {vocabulary:,}"
         raise DataError(f"{ids}; prepare data with the model's tokenizer")
@@ -211,16 +220,18 @@ def _window_length(model: nn.Module, data: TokenData, length: int | None) -> int
 def losses_by_position(log_probs: Tensor) -> list[list[float]]:
     """Average the loss of targets 1 to 16 of all windows `[windows, T]`, 17 to 64, and so on, fourfold up to T.
 
-    Returns [last target of the range, mean loss in nats] for each. Later targets lose less by what the context says.
+    Returns [last target of the range, mean loss in nats] for each: how fast it falls is what the model has of context.
     """
     length = log_probs.shape[1]
-    ends = [*(end for end in (16 * 4**power for power in range(16)) if end < length), length]
+    powers = (16 * 4**power for power in range(16))
+    ends = [*(end for end in powers if end < length), length]
     means = [-float(part.mean(dtype=torch.float64)) for part in torch.tensor_split(log_probs, ends[:-1], dim=1)]
     return [[end, mean] for end, mean in zip(ends, means, strict=True)]
 
 
 def hash_windows(windows: Tensor) -> str:
     """Hash windows of token ids `[windows, length + 1]` by SHA-256, shape included."""
+    # The shape too: the same tokens in windows of another length give other losses.
     digest = hashlib.sha256(f"{list(windows.shape)}".encode())
     digest.update(windows.to(torch.int64).contiguous().numpy().astype("<i8", copy=False).tobytes())
     return digest.hexdigest()
@@ -252,5 +263,5 @@ def read_evaluation(folder: Path | str) -> tuple[dict[str, Any], Tensor]:
     Raises InputError when a file is missing or damaged, or the two are not of one evaluation.
     """
     record, losses = read_result(Path(folder) / EVALUATION), Path(folder) / LOG_PROBS
-    check_file(losses, sha256=record["log_probs_sha256"])
+    check_file(losses, sha256=record["log_probs_sha256"])  # two evaluations into one folder may have left one file each
     return record, read_tensors(losses)["windows"]
