@@ -1,6 +1,7 @@
-"""Zero-shot tasks: the questions in their public files, as lm-eval reads them, and the record of a model's answers.
+"""Zero-shot tasks: `read_questions` reads their public files, `zero_shot_record` records a model's answers.
 
-Prompts, choices and metrics are lm-eval's own (`saf.hf.lm_eval`); this file never calls it.
+Prompts, choices and metrics are lm-eval's own (`saf.hf.lm_eval`). This file never imports it: records are read and
+compared where it is not installed.
 """
 
 import re
@@ -41,19 +42,18 @@ def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) ->
 
     The second value has the `path` of the file and its SHA-256. Raises DataError for a file that cannot be read.
     """
-    task = ZERO_SHOT[name]
-    paths = (folder / name / f"{file}{suffix}" for file in task.files for suffix in ("", ".gz"))
-    if (path := next((path for path in paths if path.is_file()), None)) is None:
+    task, rows = ZERO_SHOT[name], []
+    if (path := _find(folder / name, task.files)) is None:
         names = " or ".join(task.files)
         raise DataError(f"{folder / name} holds no {names}, gzipped or not; leave the folder out to take the hub's")
-    records, sums, rows = read_records(path) or iter(()), {path.name: file_hash(path)}, []
+    records, sums = read_records(path) or iter(()), {path.name: file_hash(path)}
     # PIQA has its labels in a file of their own.
-    labels = [path.with_name(f"{path.name.partition('.')[0]}-labels.lst{suffix}") for suffix in ("", ".gz")]
-    if (file := next((file for file in labels if file.is_file()), None)) is not None:
-        values, numbered = [line.strip() for line in text_lines(file)], list(records)
-        if len(values) != len(numbered):
-            raise DataError(f"{path} holds {len(numbered)} questions, {file} {len(values)} labels")
-        records = ((at, record | {"label": value}) for (at, record), value in zip(numbered, values, strict=True))
+    if (file := _find(path.parent, [f"{path.name.partition('.')[0]}-labels.lst"])) is not None:
+        labels, unlabelled = [line.strip() for line in text_lines(file)], list(records)
+        if len(labels) != len(unlabelled):
+            raise DataError(f"{path} holds {len(unlabelled)} questions, {file} {len(labels)} labels")
+        pairs = zip(unlabelled, labels, strict=True)
+        records = ((place, record | {"label": label}) for (place, record), label in pairs)
         sums[file.name] = file_hash(file)
     for place, record in islice(records, limit):
         try:
@@ -66,7 +66,14 @@ def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) ->
     return rows, {"path": str(path), "sha256": entries_hash(sums) if len(sums) > 1 else sums[path.name]}
 
 
+def _find(folder: Path, names: Sequence[str]) -> Path | None:
+    """Return the first of these files that the folder has, gzipped or not."""
+    paths = (folder / f"{name}{suffix}" for name in names for suffix in ("", ".gz"))
+    return next((path for path in paths if path.is_file()), None)
+
+
 def _label(value: Any, choices: int) -> int:
+    # Files have labels as numbers or as text. GLUE's -1, a hidden label, would be counted as a wrong answer.
     if str(value).strip() not in map(str, range(choices)):
         raise ValueError(f"label must be from 0 to {choices - 1}, got {value!r}")
     return int(value)
@@ -74,7 +81,7 @@ def _label(value: Any, choices: int) -> int:
 
 def _hellaswag(record: Record) -> Record:
     first, last = record.get("ctx_a"), record.get("ctx_b")
-    if first is None or last is None:
+    if first is None or last is None:  # some copies of the file have the whole context alone
         first, last = split_context(record["ctx"])
     label = str(_label(record["label"], len(record["endings"])))
     context = {"activity_label": record["activity_label"], "ctx_a": first, "ctx_b": last}
