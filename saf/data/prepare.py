@@ -1,4 +1,4 @@
-"""Turn text into a data folder: read, train the tokenizer, tokenise, divide into partitions, shuffle, write.
+"""`prepare` turns text into a data folder: it reads, trains the tokenizer, tokenises, divides, shuffles and writes.
 
 A document's partition depends on its content and the seed. Each document has a seeded key; whole documents are held out
 in the order of their keys, balanced by tokens. So nearly all held-out documents stay so when others are added.
@@ -12,6 +12,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from importlib.metadata import version
 from itertools import chain, islice
@@ -26,8 +27,8 @@ from saf.data.tokenizer import CONFIG_FILE, Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning, check_name
 from saf.records.files import file_hash, locked, new_folder, restore_replaced_
 
-HELDOUT_FRACTION = 0.05
-"""Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096."""
+# Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096.
+_HELDOUT_FRACTION = 0.05
 # What is tokenised at once: little, because tokenising takes some 150 times a text's size in memory. That also limits a
 # document: a longer one is cut.
 _BATCH_BYTES, _LONGEST_DOCUMENT, _BLOCK = 2**21, 2**23, 2**20
@@ -36,8 +37,9 @@ _SAMPLE_PIECE, _LOOK_AHEAD = 2**16, 16
 # The longest document that is held out, as a share of held-out text, and the same where that leaves too little; the
 # share of the requested tokens that is enough. Round numbers, not measured.
 _LONGEST_HELD_OUT, _ENOUGH_HELD_OUT = (1 / 8, 1 / 3), 0.9
-# With more documents below the key limit than this, chance gives enough of them. For log-normal lengths with sigma 1.5
-# (books and notes) a pool of 100 held enough in 300 of 300 draws, one of 20 in 178; with sigma 2 one of 200 in 295.
+# Where this many documents are expected below the key limit, they hold enough text by chance. For log-normal lengths
+# with sigma 1.5 (books and notes) a pool of 100 held enough in 300 of 300 draws, one of 20 in 178; with sigma 2 one of
+# 200 in 295.
 _MANY_HELD_OUT = 200
 # Margin of the pool of few documents: it is measured in bytes, and tokens have more or fewer by document.
 _MARGIN = 1.25
@@ -93,7 +95,7 @@ class PrepareConfig:
     @property
     def fraction(self) -> float | None:
         """Share of all tokens to hold out, or None with held-out sources."""
-        return None if self.heldout else self.heldout_fraction or HELDOUT_FRACTION
+        return None if self.heldout else self.heldout_fraction or _HELDOUT_FRACTION
 
     @property
     def shares(self) -> np.ndarray:
@@ -123,22 +125,25 @@ def prepare(
     from rich.console import Console
     from rich.progress import Progress
 
-    names, heldout = (
-        tuple(map(str, (group,) if isinstance(group, str | Path) else group))
-        for group in (sources, settings.pop("heldout", None) or ())
-    )
-    config, out = PrepareConfig(heldout=heldout, **settings), Path(out).resolve()
-    if config.report_only:
+    names, out = _as_tuple(sources), Path(out).resolve()
+    config = PrepareConfig(heldout=_as_tuple(settings.pop("heldout", None) or ()), **settings)
+    if config.report_only:  # all text is held out, and `shares` gives it to the report
         config, names = replace(config, heldout=names), ()
+    # Held-out sources are read first: a document that is in training sources too stays held out.
     members = {"heldout": config.heldout, "train": names}
     groups = {group: [Source(name, text_field=config.text_field) for name in members[group]] for group in members}
-    bar = Progress(console=Console(stderr=True), disable=not (sys.stderr.isatty() if progress is None else progress))
+    shown = sys.stderr.isatty() if progress is None else progress
+    bar = Progress(console=Console(stderr=True), disable=not shown)
     busy = DataError(f"{out}: another process is preparing this folder; wait for it or choose another")
     with bar, locked(out.with_name(f".{out.name}.lock"), busy):
         _check_target(out, overwrite=overwrite)
         with new_folder(out, replace=overwrite) as folder:
             index = _prepare(folder, groups, config, bar)
     return TokenData(out, index)
+
+
+def _as_tuple(names: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
+    return (str(names),) if isinstance(names, str | Path) else tuple(map(str, names))
 
 
 def _check_target(out: Path, *, overwrite: bool) -> None:
@@ -152,13 +157,16 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
         raise DataError(f"{out}: something that is not a data folder is there ({error}); choose another") from error
     if not overwrite:
         raise DataError(f"{out}: a finished data folder is there; name another --out, or add --overwrite")
+    # Overwriting removes the whole folder, and with it whatever a user has put there.
     if foreign := sorted({path.name for path in out.iterdir()} - files_of(index).keys()):
         raise DataError(f"{out} also holds {foreign[0]}, which its index.json does not name; remove such files first")
 
 
 def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfig, bar: Any) -> dict[str, Any]:
     """Write the files of a data folder and return its index."""
-    tokenizer, trained_on = None if config.tokenizer == "bpe" else _load_tokenizer(config.tokenizer), None
+    trained_on = None
+    # Now, although it is needed later: a wrong name should not be found after hours of reading.
+    tokenizer = None if config.tokenizer == "bpe" else _load_tokenizer(config.tokenizer)
     bar.add_task("reading", total=None)
     corpus = Corpus(folder / "text.spool", groups, config)
     documents = corpus.documents
@@ -173,15 +181,16 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
     task = bar.add_task("tokenising", total=int(documents["bytes"].sum()))
     ids = folder / "tokens.spool"
-    tokens = _tokenise(corpus, tokenizer, ids, dtype, lambda count: bar.advance(task, count))
-    corpus.file.unlink()
+    tokens = _tokenise(corpus, tokenizer, ids, dtype, partial(bar.advance, task))
+    corpus.file.unlink()  # now, so that the disk need not hold the text, its tokens and the partitions at once
     bar.add_task("writing", total=None)
     partition, partitions = _assign(documents, tokens, pool, config), {}
     for number, name in enumerate(PARTITIONS):
         members = np.flatnonzero(partition == number)
         members = members[np.argsort(documents["key"][members], kind="stable")]
-        facts = {"documents": len(members), "bytes": int(documents["bytes"][members].sum())}
-        partitions[name] = facts | _write(folder / f"{name}.bin", ids, members, tokens, dtype, tokenizer.vocab_size)
+        counted = {"documents": len(members), "bytes": int(documents["bytes"][members].sum())}
+        written = _write(folder / f"{name}.bin", ids, members, tokens, dtype, tokenizer.vocab_size)
+        partitions[name] = counted | written
     ids.unlink()
     kind = config.tokenizer if config.tokenizer in ("bpe", "gpt2") else "loaded"
     vocabulary = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id, "trained_on": trained_on}
@@ -211,12 +220,12 @@ class Corpus:
     """The distinct documents of all sources in the order of reading: their text in a file, all else in memory."""
 
     def __init__(self, file: Path, groups: dict[str, list[Source]], config: PrepareConfig):
-        """Read the sources of each group once, held-out ones first: a document that is in both stays held out."""
+        """Read the sources of each group once, so that they may be pipes; a repeated document is dropped."""
         self.file, self.skipped = file, Counter(repeated=0, also_held_out=0, empty=0)
         self.facts: dict[str, list[dict[str, Any]]] = {group: [] for group in groups}
         """Documents and bytes of each source."""
         self.training = array("q")
-        """Numbers of the documents of training sources, again for those that come again."""
+        """Numbers of the documents of training sources, in order; a repeated one has its number again."""
         rows, seen = bytearray(), dict[bytes, int]()
         with open(file, "wb", buffering=_BLOCK) as spool:
             for group, sources in groups.items():
@@ -274,7 +283,7 @@ def split_text(text: str, limit: int) -> Iterator[str]:
     start = 0
     while len(text) - start > limit:
         cut = start + limit
-        for mark in ("\n\n", "\n", " "):
+        for mark in ("\n\n", "\n", " "):  # a mark in the first half would leave a short piece
             if (at := text.rfind(mark, start + limit // 2, cut)) >= 0:
                 cut = at + len(mark)
                 break
@@ -284,7 +293,8 @@ def split_text(text: str, limit: int) -> Iterator[str]:
 
 
 def _digest(data: bytes) -> bytes:
-    return blake2b(data, digest_size=16).digest()  # 128 bits: no two documents of a corpus collide
+    # In 128 bits no two documents of a corpus collide, and a set of them is much smaller than the texts.
+    return blake2b(data, digest_size=16).digest()
 
 
 def _key(digest: bytes, seed: int) -> int:
@@ -324,7 +334,7 @@ def _write(
         while len(block := np.fromfile(file, dtype, _BLOCK)):
             counts += np.bincount(block, minlength=vocabulary)
     share = counts[counts > 0] / max(counts.sum(), 1)
-    entropy = max(0.0, float(-(share * np.log(share)).sum())) if len(share) else None
+    entropy = max(0.0, float(-(share * np.log(share)).sum())) if len(share) else None  # 0.0 in place of -0.0
     return {"tokens": int(counts.sum()), "unigram_entropy": entropy, "sha256": file_hash(path)}
 
 
@@ -343,15 +353,15 @@ def _assign(documents: np.ndarray, tokens: np.ndarray, pool: np.ndarray, config:
     partition = np.zeros(len(keys), dtype=np.int8)
     partition[where] = 1 + _divide(keys[where], tokens[where], config.shares)
     counts = np.bincount(partition, minlength=len(PARTITIONS))
-    for name, count, share in zip(PARTITIONS, counts, (not config.report_only, *config.shares), strict=True):
-        if share > 0 and count == 0:
+    needed = (not config.report_only, *(config.shares > 0))
+    for name, count, is_needed in zip(PARTITIONS, counts, needed, strict=True):
+        if is_needed and count == 0:
             few = f"the {name} partition got no document: {len(keys)} documents in all, {len(where)} held out"
             raise DataError(f"{few}; give more (a file of text is one), --split-characters or --heldout-fraction")
     held = tokens[partition > 0].sum() / tokens.sum()
     if config.fraction is not None and held < _ENOUGH_HELD_OUT * config.fraction:
-        message = f"{held:.1%} of the tokens are held out instead of {config.fraction:.1%}: long documents stay in "
-        message += "training; cut them with --split-characters, or name --heldout sources"
-        warnings.warn(message, SafWarning, stacklevel=4)
+        few = f"{held:.1%} of the tokens are held out instead of {config.fraction:.1%}: long documents stay in training"
+        warnings.warn(f"{few}; cut them with --split-characters, or name --heldout sources", SafWarning, stacklevel=4)
     return partition
 
 
@@ -361,11 +371,12 @@ def _key_limit(fraction: float | None) -> int:
 
 
 def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float | None) -> np.ndarray:
-    """Mask the documents that `_hold_out` chooses from, by keys and bytes of text `[documents]`.
+    """Mask the pool of documents that `_hold_out` chooses from, by keys and bytes of text `[documents]`.
 
-    The tokenizer learns only from the others. The pool is the documents with keys below `_key_limit`. Few documents
-    may hold too little text; then the next keys join until it suffices, but for too long documents.
+    The pool is the documents with keys below `_key_limit`. Few documents may hold too little text; then the next keys
+    join until it suffices, but for too long documents.
     """
+    # By bytes, since there are no tokens yet: the tokenizer learns from the documents outside the pool alone.
     pool = keys < np.uint64(_key_limit(fraction))
     if fraction is not None and 2 * fraction * len(keys) < _MANY_HELD_OUT:
         target, order = fraction * sizes.sum(), np.argsort(keys, kind="stable")
@@ -377,7 +388,7 @@ def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float | None
 def _hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float, pool: np.ndarray) -> np.ndarray:
     """Mask the documents to hold out: the lowest keys of a pool, up to `fraction` of all tokens.
 
-    A document longer than an eighth of the held-out text stays in training, lest a partition be one document; where
+    A document longer than an eighth of the held-out text stays in training, so that no partition is one document. Where
     that leaves too little, the limit is a third. All arrays are `[documents]`.
     """
     target, heldout = fraction * tokens.sum(), np.zeros(len(keys), dtype=bool)
@@ -396,8 +407,9 @@ def _hold_out(keys: np.ndarray, tokens: np.ndarray, fraction: float, pool: np.nd
 def _divide(keys: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> np.ndarray:
     """Choose the part of each document, 0 to len(shares) - 1: the longest first, to the part furthest behind.
 
-    So every part gets its share of long and of short documents. A share of zero gets none.
+    A share of zero gets none.
     """
+    # Greedy, longest first: shorter documents even out what a long one has put ahead.
     target = shares * tokens.sum()
     filled = np.zeros(len(shares))
     parts = np.zeros(len(keys), dtype=np.int8)
@@ -414,8 +426,9 @@ def _divide(keys: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> np.ndar
 def _load_tokenizer(name: str) -> Tokenizer:
     """Load a tokenizer from its folder or file, or download that of a model on the hub."""
     name = "openai-community/gpt2" if name == "gpt2" else name
-    on_hub = name.count("/") == 1 and not Path(name).exists()
-    return (Tokenizer.from_hub if on_hub else Tokenizer.load)(name)
+    if name.count("/") == 1 and not Path(name).exists():
+        return Tokenizer.from_hub(name)
+    return Tokenizer.load(name)
 
 
 def _sample(corpus: Corpus, config: PrepareConfig, pool: np.ndarray) -> list[str]:
@@ -425,16 +438,19 @@ def _sample(corpus: Corpus, config: PrepareConfig, pool: np.ndarray) -> list[str
     a document that may be held out, in `pool`.
     """
     heap, sampled, read = list[tuple[int, int, str, int]](), 0, 0
-    limit, enough = _key_limit(config.fraction), _LOOK_AHEAD * config.tokenizer_bytes
+    limit = _key_limit(config.fraction)
     for number, text in zip(corpus.training, corpus.texts(corpus.training), strict=True):
         read += int(corpus.documents["bytes"][number])
-        pieces = split_text(text, _SAMPLE_PIECE) if corpus.documents["key"][number] >= limit else ()
-        for piece in islice(pieces, 1 if read >= enough else None):
+        if corpus.documents["key"][number] < limit:
+            continue
+        enough = read >= _LOOK_AHEAD * config.tokenizer_bytes
+        for piece in islice(split_text(text, _SAMPLE_PIECE), 1 if enough else None):
             data = piece.encode()
             heapq.heappush(heap, (_key(_digest(data), config.seed), len(data), piece, number))
             sampled += len(data)
             while sampled > config.tokenizer_bytes and len(heap) > 1:
                 sampled -= heapq.heappop(heap)[1]
-        if pieces and read >= enough:
+        if enough:
             break
+    # The pool of few documents has keys above the limit, too.
     return [piece for _, _, piece, number in sorted(heap) if not pool[number]]

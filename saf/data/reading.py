@@ -1,4 +1,4 @@
-"""Documents of files, folders, datasets and Python's own library, and the records of files that have them.
+"""`Source` reads documents of files, folders, datasets and Python's own library; `read_records`, the records of a file.
 
 Files are streamed, and an error names file and line. `datasets` reads Parquet, saved folders and the Hugging Face hub,
 but no text, JSON Lines or tables: version 5.2 takes texts such as "2020-01-01" for times, and fails where another field
@@ -79,7 +79,8 @@ class Source:
         """Yield the documents of the file, or of every visible file below the folder, in the order of their paths."""
         root = Path(self.name)
         for file in sorted(root.rglob("*")) if root.is_dir() else [root]:
-            if file != root and (not file.is_file() or any(part[0] == "." for part in file.relative_to(root).parts)):
+            hidden = any(part[0] == "." for part in file.relative_to(root).parts)
+            if file != root and (hidden or not file.is_file()):  # a file named by the user may be hidden, or a pipe
                 continue
             begun = False
             try:
@@ -89,7 +90,7 @@ class Source:
                     yield text
             except DataError as error:
                 must_be_text = bare_suffix(file) in _TEXT_SUFFIXES and not isinstance(error, MissingFieldError)
-                if begun or must_be_text or file == root:
+                if begun or must_be_text or file == root:  # begun: its first documents are in the corpus already
                     raise
                 self.left_out[str(file)] = str(error).removeprefix(str(file)).lstrip(":, ")
 
@@ -118,6 +119,7 @@ def _python_documents() -> Iterator[str]:
     root = Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
     prose = (path for path in paths if not _NOT_PROSE & set(path.parts))
+    # `max_bytes` and the tokenizer's sample take what comes first, which should not be one package.
     for path in sorted(prose, key=lambda path: blake2b(path.as_posix().encode()).digest()):
         with tokenize.open(root / path) as file:
             yield file.read()

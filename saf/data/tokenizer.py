@@ -1,4 +1,4 @@
-"""The tokenizer of a data folder: one in the `tokenizers` file format, or byte-level BPE trained on the text."""
+"""`Tokenizer` turns text into token ids; it comes from a tokenizer.json, GPT-2's files, or `train_bpe` on the text."""
 
 from collections.abc import Sequence
 from hashlib import sha256
@@ -29,10 +29,11 @@ class Tokenizer:
             self._backend: Any = tokenizers.Tokenizer.from_str(data.decode())
         except Exception as error:
             raise DataError(f"{name}: not a tokenizer file ({error}); expected a tokenizer.json") from error
-        if self._backend.truncation or self._backend.padding:
+        if self._backend.truncation or self._backend.padding:  # would cut documents, or fill them up, in silence
             self._backend.no_truncation()
             self._backend.no_padding()
             data = self._backend.to_str().encode()
+        # A document that spells "<|endoftext|>" would otherwise end in its middle.
         self._backend.encode_special_tokens = True
         vocabulary = self._backend.get_vocab(with_added_tokens=True)
         names = _EOT_NAMES if eos is None else (eos,)
@@ -40,7 +41,7 @@ class Tokenizer:
         if not self.eot_token:
             raise DataError(f"{name}: no end-of-text token, one of {', '.join(names)}; name it in a {CONFIG_FILE}")
         self.eot_id: int = vocabulary[self.eot_token]
-        self.vocab_size: int = max(vocabulary.values()) + 1
+        self.vocab_size: int = max(vocabulary.values()) + 1  # not len(vocabulary): ids may have gaps
         self.fingerprint = sha256(data).hexdigest()
         self._data = data
 
@@ -83,7 +84,8 @@ class Tokenizer:
         write_json(path, {"eos_token": self.eot_token, "tokenizer_class": "PreTrainedTokenizerFast"})
 
     def same(self, other: "Tokenizer") -> bool:
-        """Whether another tokenizer has the same tokens for every text, however its file is laid out."""
+        """Whether another tokenizer has the same tokens for every text."""
+        # Not by the fingerprint, which is of the file: other white space in the JSON changes it.
         return self._backend.to_str() == other._backend.to_str()
 
     def encode(self, text: str) -> list[int]:
@@ -128,6 +130,7 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
     """
     from tokenizers import pre_tokenizers, trainers
 
+    # The alphabet is all 256 bytes, so that any text can be encoded; sorted, since its order decides the ids.
     backend, alphabet = _byte_level(), sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[EOT], initial_alphabet=alphabet, show_progress=False
