@@ -182,20 +182,11 @@ class FreezeReport:
     @property
     def cost(self) -> str:
         """What the event cost, and which layer costs most, or has the worst fit if that is not known."""
-        rise = "not measured: there is no held-out text"
-        if (loss := self.loss) is not None:
-            ends = [signed(100 * end) for end in loss.interval or ()]
-            interval = f" (95% interval {' to '.join(ends)})" if ends else ""
-            losses = f"{loss.before:.4f} nats before, {loss.after:.4f} after"
-            text = f"{loss.tokens:,} {self.loss_text} tokens"
-            rise = f"perplexity {signed(100 * loss.rise)}{interval} on {text} ({losses}){budget_words(self.to_dict())}"
         layer = ""
-        if self.worst_layer is not None:
-            layer = f"; {worst_layer_words(self.worst_layer)}"
-        elif self.fit_kl:
+        if self.worst_layer is None and self.fit_kl:
             (worst, _), kl = max(self.fit_kl.items(), key=lambda each: each[1])
             layer = f"; layer {worst} has the worst fit ({number(kl, 3)} nats; limit {self._limit})"
-        return f"Cost: {rise}{layer}."
+        return f"Cost: {cost_words(self.to_dict())}{layer}."
 
     def table(self) -> Table:
         """Return one row a layer that lost heads: these, their score range and worst fit; totals in the note."""
@@ -240,14 +231,34 @@ class FreezeReport:
         return f"{self.cost}\n{text.getvalue().rstrip()}"
 
 
+def cost_words(event: Mapping[str, Any]) -> str:
+    """Return in words what an event cost: its values are those of `to_dict`, of events.jsonl, or of `known`."""
+    if (loss := loss_of(event)) is None:
+        return "not measured: there is no held-out text"
+    ends = [signed(100 * end) for end in loss.interval or ()]
+    interval = f" (95% interval {' to '.join(ends)})" if ends else ""
+    tokens = event.get("loss_tokens")  # a model's configuration does not keep their number
+    count = "" if tokens is None else f"{tokens:,} "
+    text = f"{count}{event.get('loss_text', 'held-out')} tokens"
+    losses = f"{loss.before:.4f} nats before, {loss.after:.4f} after"
+    worst = f"; {worst_layer_words(event['worst_layer'])}" if event.get("worst_layer") else ""
+    return f"perplexity {signed(100 * loss.rise)}{interval} on {text} ({losses}){budget_words(event)}{worst}"
+
+
+def loss_of(event: Mapping[str, Any]) -> LossChange | None:
+    """Return the loss before and after an event from its values; None where it was not measured."""
+    values: Any = {each.name: event.get(f"loss_{each.name}") for each in fields(LossChange)}
+    return None if values["before"] is None or values["after"] is None else LossChange(**values)
+
+
 def budget_words(event: Mapping[str, Any]) -> str:
-    """Return a clause where the interval of the cost in `FreezeReport.to_dict` ends above the budget, or nothing."""
-    budget = event.get("config", {}).get("budget")
-    if budget is None or event.get("loss_error") is None:
+    """Return a clause where the interval of the cost of an event ends above its budget, or nothing."""
+    if note := event.get("budget_note"):  # of a model's configuration, which keeps neither budget nor interval
+        return note
+    budget, loss = event.get("config", {}).get("budget"), loss_of(event)
+    if budget is None or loss is None or loss.interval is None or loss.interval[1] <= budget:
         return ""
-    loss = LossChange(**{each.name: event[f"loss_{each.name}"] for each in fields(LossChange)})
-    above = loss.interval is not None and loss.interval[1] > budget
-    return f"; its 95% interval ends above the budget of {percent(budget)}" if above else ""
+    return f"; its 95% interval ends above the budget of {percent(budget)}"
 
 
 def worst_layer_words(worst: Sequence[float]) -> str:

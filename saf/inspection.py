@@ -1,7 +1,7 @@
 """`inspect` returns the contents of a folder written by `saf`, after checking every recorded sum."""
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -11,15 +11,18 @@ from torch import Tensor
 from saf.checkpoint import checkpoints, verify
 from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
+from saf.freeze_report import budget_words, loss_of
 from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, read_pattern, storage_of
-from saf.heads import EDITED
+from saf.heads import EDITED, Head, head_pairs
 from saf.opening import folder_hash, weight_files
 from saf.patterns import Pattern
 from saf.records.files import read_json, read_metadata
-from saf.records.run import Kind, RecordedRun, expect
+from saf.records.run import STATE_AFTER, Kind, RecordedRun, expect, read_events
 
 _EVENT = ("number", "kind", "update", "reason", "heads", "loss_before", "loss_after", "seconds", "undone_by")
-"""Values of an event in the result."""
+"""Values of an event of a run in the result."""
+_COST = ("loss_before", "loss_after", "loss_text", "loss_tokens", "worst_layer", "healing")
+"""Values of an event in the costs of a folder."""
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -160,4 +163,25 @@ def _frozen_heads(path: Path, state: Mapping[str, Any], tensors: Mapping[str, Te
         "heads_per_layer": most,
         "patterns": patterns,
         "storage": {name: size for name, size in sizes.items() if size is not None},
+        "costs": _costs(path, {*pairs["frozen"], *pairs["pruned"]}),
     }
+
+
+def _costs(path: Path, edited: Set[Head]) -> list[dict[str, Any]]:
+    """Return what each event cost of which some heads are still edited, where the folder has a record of it.
+
+    `saf freeze` writes events.jsonl; the configuration of a model of transformers keeps less, and keeps it when saved
+    again.
+    """
+    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    kept = (config.get("saf") or {}).get("events", [])
+    costs = []
+    for event in [each.values for each in read_events(path)] or kept:
+        if (loss := loss_of(event)) is None or edited.isdisjoint(head_pairs(event["heads"])):
+            continue
+        costs.append(
+            {"kind": STATE_AFTER.get(event["kind"], event["kind"]), "num_heads": len(event["heads"])}
+            | {name: event[name] for name in _COST if event.get(name) is not None}
+            | {"perplexity_rise": loss.rise, "interval": loss.interval, "budget_note": budget_words(event)}
+        )
+    return costs

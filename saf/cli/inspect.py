@@ -1,7 +1,7 @@
 """`saf inspect`: the contents of a folder written by `saf`, and whether it is whole."""
 
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -12,7 +12,7 @@ import tyro
 from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.errors import CheckpointError
-from saf.freeze_report import exponential_words
+from saf.freeze_report import cost_words, exponential_words, healing_words
 from saf.inspection import inspect
 from saf.records.table import Table, byte_size
 
@@ -73,6 +73,17 @@ def _head_facts(contents: Contents) -> dict[str, Any]:
         facts["patterns"] = _counts(kinds) + (f"; in float32 {', '.join(sizes)}" if sizes else "")
     if "undoable" in contents and (frozen or pruned):
         facts["can be undone"] = f"{contents['undoable']} of {len(frozen) + len(pruned)} heads"
+    return facts | _cost_facts(contents.get("costs", ()))
+
+
+def _cost_facts(costs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """Return a line of each event's cost, and one of the training that followed."""
+    facts = {}
+    for number, cost in enumerate(costs, start=1):
+        of = f" of event {number}, {cost['num_heads']} heads {cost['kind']}" if len(costs) > 1 else ""
+        facts[f"cost{of}"] = cost_words(cost)
+        if healing := cost.get("healing"):
+            facts[f"cost{of}, healed"] = healing_words(healing)
     return facts
 
 

@@ -1,6 +1,7 @@
 """`saf freeze` measures what it costs: a model that it would destroy is refused, and nothing is written."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM
 
 import saf.integrations.transformers  # noqa: F401
 from saf.data.tokenizer import train_bpe
+from saf.records.table import signed
 from tests.transformers_models import make
 
 TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps. " * 40
@@ -47,6 +49,14 @@ def test_a_destroyed_model_is_refused_unless_it_is_accepted(base, saf, saf_json,
     saf("report", tmp_path / "out", "--out", tmp_path / "page.html")
     assert all(words in path.read_text() for path in (tmp_path / "out" / "README.md", tmp_path / "page.html"))
     assert json.loads((tmp_path / "out" / "freezing.json").read_text())["loss_after"] == result["loss_after"]
+    (cost,) = saf_json("inspect", tmp_path / "out")["costs"]
+    assert (cost["loss_after"], cost["worst_layer"]) == (result["loss_after"], [layer, rise])
+    assert cost["interval"][0] < cost["perplexity_rise"] == math.expm1(result["loss_after"] - result["loss_before"])
+    (tmp_path / "out" / "events.jsonl").unlink()  # as in a folder that was saved again
+    (kept,) = saf_json("inspect", tmp_path / "out")["costs"]
+    assert kept["perplexity_rise"] == cost["perplexity_rise"]
+    shown = " ".join(saf("inspect", tmp_path / "out")[1].split())
+    assert signed(100 * kept["perplexity_rise"]) in shown
 
 
 def test_a_healed_model_is_reported_beside_the_ordinary_one_trained_alike(base, saf, saf_json, tmp_path):
