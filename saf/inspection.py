@@ -11,7 +11,7 @@ from torch import Tensor
 from saf.checkpoint import checkpoints, verify
 from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
-from saf.freeze_report import budget_words, loss_of
+from saf.freeze_report import cost_words, loss_of
 from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, read_pattern, storage_of
 from saf.heads import EDITED, Head, head_pairs
 from saf.opening import folder_hash, weight_files
@@ -182,6 +182,6 @@ def _costs(path: Path, edited: Set[Head]) -> list[dict[str, Any]]:
         costs.append(
             {"kind": STATE_AFTER.get(event["kind"], event["kind"]), "num_heads": len(event["heads"])}
             | {name: event[name] for name in _COST if event.get(name) is not None}
-            | {"perplexity_rise": loss.rise, "interval": loss.interval, "budget_note": budget_words(event)}
+            | {"perplexity_rise": loss.rise, "interval": loss.interval, "summary": cost_words(event)}
         )
     return costs

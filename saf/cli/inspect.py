@@ -12,7 +12,7 @@ import tyro
 from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.errors import CheckpointError
-from saf.freeze_report import cost_words, exponential_words, healing_words
+from saf.freeze_report import exponential_words, healing_words
 from saf.inspection import inspect
 from saf.records.table import Table, byte_size
 
@@ -81,7 +81,7 @@ def _cost_facts(costs: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     facts = {}
     for number, cost in enumerate(costs, start=1):
         of = f" of event {number}, {cost['num_heads']} heads {cost['kind']}" if len(costs) > 1 else ""
-        facts[f"cost{of}"] = cost_words(cost)
+        facts[f"cost{of}"] = cost["summary"]
         if healing := cost.get("healing"):
             facts[f"cost{of}, healed"] = healing_words(healing)
     return facts
