@@ -24,20 +24,13 @@ from saf.heads import Head, HeadSet
 class Freeze:
     """Freeze the lowest-scoring live heads. Fields that are None leave the choice to the run's FreezeConfig."""
 
-    kind: str = "freeze"
-    """A run changes it to prune where its settings say so."""
-    count: int | None = None
-    """Number of heads to choose."""
-    first: int | None = None
-    """Freeze only this number of the chosen heads, the lowest first; the outcome lists the others as `deferred`."""
-    among: tuple[Head, ...] | None = None
-    """Choose these heads, which an earlier event deferred; the settings' conditions no longer apply."""
-    below: float | None = None
-    """Choose only heads that score less."""
-    batches: int | None = None
-    """Number of controller batches of the losses around the event; None takes the run's usual windows."""
-    reason: str = ""
-    """Text for the record of the event."""
+    kind: str = "freeze"  # a run changes it to prune where its settings say so
+    count: int | None = None  # heads to choose
+    first: int | None = None  # of these, heads to freeze, the lowest first; the outcome has the others as `deferred`
+    among: tuple[Head, ...] | None = None  # heads deferred earlier, to which the settings' conditions no longer apply
+    below: float | None = None  # choose only heads that score less
+    batches: int | None = None  # controller batches that measure the event; None takes the run's usual windows
+    reason: str = ""  # for the record of the event
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,8 +38,7 @@ class Undo:
     """Make the heads of an earlier event live again, with their rows as they were then."""
 
     kind: ClassVar[str] = "undo"
-    event: int
-    """Number of the event in the run, from 1."""
+    event: int  # its number in the run, from 1
     batches: int | None = None
     reason: str = ""
 
@@ -58,17 +50,12 @@ Event = Freeze | Undo
 class Outcome:
     """The result of an event."""
 
-    number: int
-    """The event's number in the run, from 1."""
-    heads: HeadSet
-    """The heads that were frozen, or are live again; empty where no live head could be frozen."""
-    loss_before: float
-    """Loss on the controller's windows just before, nats per target."""
+    number: int  # of the event in the run, from 1
+    heads: HeadSet  # frozen, or live again; empty where no live head could be frozen
+    loss_before: float  # on the controller's windows just before the event, nats per target
     loss_after: float
-    lowest_score: float | None = None
-    """Lowest score of the frozen heads; None without any."""
-    deferred: tuple[Head, ...] = ()
-    """Heads that a freeze with `first` chose and left live, by ascending score."""
+    lowest_score: float | None = None  # of the frozen heads; None without any
+    deferred: tuple[Head, ...] = ()  # chosen by a freeze with `first` and left live, by ascending score
 
 
 @dataclass(kw_only=True)
@@ -80,10 +67,8 @@ class Proposer(ABC):
     run killed during an event proposes it again.
     """
 
-    name: str
-    """Name of its schedule."""
-    limit: int
-    """Number of heads to freeze in all."""
+    name: str  # of its schedule
+    limit: int  # heads to freeze in all
 
     @property
     @abstractmethod
@@ -91,7 +76,7 @@ class Proposer(ABC):
         """Whether no further event will come."""
 
     def observe(self, update: int, loss: float) -> None:  # noqa: B027
-        """Take the training loss (nats per target) of an update."""
+        """Take the training loss of an update, nats per target; schedules with fixed moments ignore it."""
 
     @abstractmethod
     def propose(self, update: int) -> Event | None:
@@ -106,22 +91,18 @@ class Proposer(ABC):
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from a `state_dict()`; raise CheckpointError unless its settings are the same.
-
-        The limit is the state's: the run's own events have frozen some of the heads that were live at its start.
-        """
+        """Continue from a `state_dict()`; raise CheckpointError unless its settings are the same."""
         for each in fields(self):
             value = _tuples(state.get(each.name))
-            setting = each.default is MISSING and each.default_factory is MISSING and each.name != "limit"
-            if setting and value != getattr(self, each.name):
+            # Not the limit: a resumed run computes it from the live heads, of which its own events have taken some.
+            is_setting = each.default is MISSING and each.name != "limit"
+            if is_setting and value != getattr(self, each.name):
                 raise CheckpointError(f"the state must be of {self}, got {state}; resume with its settings")
             setattr(self, each.name, value)
 
 
 def _tuples(value: Any) -> Any:
-    """Replace the lists in a JSON value by tuples."""
-    if isinstance(value, dict):
-        return {name: _tuples(each) for name, each in value.items()}
+    """Return a JSON value with its lists, also those within lists, as tuples."""
     return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value
 
 
@@ -129,7 +110,8 @@ def _tuples(value: Any) -> Any:
 
 
 def _moment(value: float, updates: int) -> float:
-    """Return a moment in updates, before rounding: 1.0 is the end of all, 1 the first."""
+    """Return a moment in updates, not rounded yet."""
+    # By type, not by size: at=1 is the first update, at=1.0 the last one.
     return float(value) if isinstance(value, Integral) else value * updates
 
 
@@ -141,9 +123,10 @@ def _update_of(name: str, value: float, updates: int) -> int:
 
 
 def _check(schedule: "Schedule", expected: str, usable: Callable[[Any], bool], *names: str) -> None:
-    """Raise InputError unless settings are usable finite numbers: NaN would silently never fire."""
+    """Raise InputError unless these settings are finite numbers that `usable` accepts."""
     for name in names:
         value = getattr(schedule, name)
+        # A NaN that passed would be no error later, only an event that never comes.
         if not (isinstance(value, Real) and math.isfinite(value) and usable(value)):
             raise InputError(f"schedule.{name} must be {expected}, got {value!r}")
 
@@ -153,16 +136,16 @@ def _check_moments(schedule: "Schedule", *names: str) -> None:
     _check(schedule, expected, lambda value: value >= 0 and (isinstance(value, Integral) or value <= 1), *names)
 
 
-# --- fixed moments: one, or those of Eq. S.20 of docs/method.md
+# --- fixed moments: one, or those of Eq. (S.20) of docs/method.md
 
 
 @dataclass(kw_only=True)
 class TimedProposer(Proposer):
     """Propose to choose all heads at the first of fixed moments, then to freeze group after group of those deferred."""
 
-    moments: tuple[int, ...]
+    moments: tuple[int, ...]  # updates after which groups freeze
     groups_done: int = 0
-    waiting: tuple[Head, ...] = ()
+    waiting: tuple[Head, ...] = ()  # heads of the groups to come, by ascending score
 
     @property
     def finished(self) -> bool:
@@ -171,16 +154,19 @@ class TimedProposer(Proposer):
     def propose(self, update: int) -> Event | None:
         if self.finished or update < (moment := self.moments[self.groups_done]):
             return None
-        total = len(self.moments)
-        if total == 1:
+        groups = len(self.moments)
+        if groups == 1:
             return Freeze(reason=f"{self.name}: update {moment} is done")
-        reason = f"{self.name}: group {self.groups_done + 1} of {total}, update {moment} is done"
+        reason = f"{self.name}: group {self.groups_done + 1} of {groups}, update {moment} is done"
         if not self.groups_done:
-            return Freeze(first=math.ceil(self.limit / total), reason=reason)
-        return Freeze(among=self.waiting[: math.ceil(len(self.waiting) / (total - self.groups_done))], reason=reason)
+            return Freeze(first=math.ceil(self.limit / groups), reason=reason)
+        # Shares of the heads that are left keep groups nearly equal where fewer fitted than were asked for.
+        size = math.ceil(len(self.waiting) / (groups - self.groups_done))
+        return Freeze(among=self.waiting[:size], reason=reason)
 
     def done(self, event: Event, outcome: Outcome) -> None:
         assert isinstance(event, Freeze)
+        # By what was proposed, not by what froze: a head whose fit failed now stays live, and none takes its place.
         self.waiting = outcome.deferred if event.among is None else self.waiting[len(event.among) :]
         self.groups_done += 1
 
@@ -239,7 +225,7 @@ class Gradual:
         # Shares are rounded once, at each event: rounded ends would move the groups between them.
         first, last = _moment(self.begin, updates), _moment(self.end, updates)
         steps = max(self.groups - 1, 1)
-        moments = tuple(round(first + (last - first) * group / steps) for group in range(self.groups))
+        moments = tuple(round(first + (last - first) * group / steps) for group in range(self.groups))  # Eq. (S.20)
         return TimedProposer(name=self.name, moments=moments, limit=limit)
 
 
@@ -248,12 +234,13 @@ class Gradual:
 
 def _group_size(share: float, heads: int, limit: int) -> int:
     """Return the number of heads in a group; raise InputError where more than half of all are to be frozen."""
+    # The paper names no cap of its adaptive schedules; the largest share that one of them froze is half.
     if limit > heads / 2:
         raise InputError(f"this schedule freezes at most half of {heads} heads, got {limit} to freeze: lower the rate")
     return max(1, round(share * heads))
 
 
-# --- validation budget: Eq. S.21
+# --- validation budget: Eq. (S.21)
 
 BATCHES = 8
 """Controller batches around each event: always the same ones, so that the difference of two losses is paired."""
@@ -294,13 +281,14 @@ class ValidationBudget:
         """
         if (first := self.first_update(updates)) >= updates:
             raise InputError(f"schedule.begin must be before the last of {updates} updates, got update {first}")
+        # At most one check an update: two at the same one would measure the same heads twice.
         begin, every = _moment(self.begin, updates), max(_moment(self.every, updates), 1.0)
         moments = {round(begin + number * every) for number in range(math.ceil((updates - begin) / every))}
         return ValidationBudgetProposer(
             name=self.name,
             limit=limit,
             checks=tuple(sorted(moment for moment in moments if moment < updates)),
-            allowed_nats=math.log1p(self.budget),
+            allowed_nats=math.log1p(self.budget),  # perplexity rises by the budget where the loss rises by this
             group=_group_size(self.group, heads, limit),
         )
 
@@ -309,14 +297,13 @@ class ValidationBudget:
 class ValidationBudgetProposer(Proposer):
     """Propose a group at each check, and its undoing where the losses around it exceed the budget."""
 
-    checks: tuple[int, ...]
+    checks: tuple[int, ...]  # updates after which groups are proposed
     allowed_nats: float
-    group: int
+    group: int  # heads
     checks_done: int = 0
     spent_nats: float = 0.0
-    frozen: int = 0
-    undo: dict[str, Any] | None = None
-    """Number and reason of the event to undo."""
+    frozen: int = 0  # heads
+    undo: dict[str, Any] | None = None  # number and reason of the event to undo
 
     @property
     def finished(self) -> bool:
@@ -335,17 +322,18 @@ class ValidationBudgetProposer(Proposer):
         cost = outcome.loss_after - outcome.loss_before
         if isinstance(event, Undo):
             self.undo = None
-        elif self.spent_nats + cost <= self.allowed_nats:  # Eq. S.21; false for a cost that is NaN
+        # A group that lowers the loss gives its nats back to the budget: costs are summed with their signs.
+        elif self.spent_nats + cost <= self.allowed_nats:  # Eq. (S.21); false for a cost that is NaN
             self.spent_nats += cost
             self.frozen += len(outcome.heads)
         else:
             reason = f"{self.name}: {cost:.3g} nats after {self.spent_nats:.3g} exceed {self.allowed_nats:.3g}"
             self.undo = {"event": outcome.number, "reason": reason}
-            return
+            return  # the check is done after its undo
         self.checks_done += 1
 
 
-# --- train loss: Eqs. S.22 to S.24
+# --- train loss: Eqs. (S.22) to (S.24)
 
 # Every constant is a share of training or a ratio to the noise of the loss, so that decisions do not depend on the
 # length of the run or the task. Below 32 losses the first variance is off by more than a quarter; 1% of a long run is
@@ -354,10 +342,10 @@ _BURN_IN = (32, 0.01)
 # A half-life of 0.5% of the updates is short compared with the 5% to 20% in which a loss levels off; below 8 updates
 # the average is hardly quieter than the losses.
 _HALF_LIFE = (8, 0.005)
+# Half-lives of the fast average in one of the slow one, and in the time within which a step must be absorbed.
 _SLOW = 4
-"""Half-lives of the fast average in one of the slow one, and in the time within which a step must be absorbed."""
+# The schedule ends after so many steps that were not absorbed: no further one would be.
 _MAX_UNDONE = 2
-"""The schedule ends after so many steps that were not absorbed: no further one would be."""
 
 
 @dataclass(frozen=True)
@@ -391,55 +379,51 @@ class TrainLoss:
 class TrainLossProposer(Proposer):
     """Propose a group at a plateau of the training loss, and its undoing where the loss does not recover in time."""
 
-    multiplier: float
+    multiplier: float  # z of Eq. (S.23)
     updates: int
-    group: int
+    group: int  # heads
     # Running averages of the loss, nats.
-    count: int = 0
+    count: int = 0  # losses observed
     last: float = 0.0
     fast: float = 0.0
     slow: float = 0.0
-    descent: float = 0.0
-    """Slow average of the decrease of the fast average per update."""
-    variance: float = 0.0
-    """Variance of the noise of one update's loss."""
+    descent: float = 0.0  # slow average of the decrease of the fast one per update
+    variance: float = 0.0  # v of Eq. (S.22), of the noise of one update's loss
     largest_gap: float = 0.0
-    since_largest: int = 0
-    """Number of losses since then."""
+    since_largest: int = 0  # losses since then
     burn_in_losses: tuple[float, ...] = ()
     # The events.
     update: int = 0
-    armed: bool = True
-    """Whether a plateau may be answered: at first, and again once the loss fell after an event."""
-    frozen: int = 0
+    armed: bool = True  # whether a plateau may be answered: at first, and once the loss fell again after an event
+    frozen: int = 0  # heads
     groups_frozen: int = 0
     groups_undone: int = 0
+    # Count, fast average and descent when the last group was frozen; None once it is absorbed or undone.
     step: tuple[int, float, float] | None = None
-    """Count, fast average and descent when the last group was frozen; None once it is absorbed or undone."""
     step_event: int = 0
     step_lowest_score: float | None = None
     undo_reason: str | None = None
-    below: float | None = None
-    """Propose only heads that score less, since a group was undone."""
-    recoveries: tuple[int, ...] = ()
-    """Updates until each absorbed step was absorbed."""
+    below: float | None = None  # propose only heads that score less, since a group was undone
+    recoveries: tuple[int, ...] = ()  # updates until each absorbed step was absorbed
     no_head_left: bool = False
 
     def __post_init__(self):
         self.half_life = max(_HALF_LIFE[0], _HALF_LIFE[1] * self.updates)
         self.burn_in = max(_BURN_IN[0], math.ceil(_BURN_IN[1] * self.updates))
         self.patience = _SLOW * self.half_life  # updates within which a step must be absorbed
+        # Weights of a new loss in the averages: after a half-life a loss has half of the weight it came with.
         self._fast = 1 - 2 ** (-1 / self.half_life)
         self._slow = 1 - 2 ** (-1 / self.patience)
 
     @property
     def gap(self) -> float:
-        """The gap g of Eq. S.22, nats, positive while the loss falls."""
+        """The gap g of Eq. (S.22), nats, positive while the loss falls."""
         return self.slow - self.fast
 
     @property
     def tolerance(self) -> float:
-        """The threshold z n of Eq. S.23, nats: smaller differences of the averaged loss are noise."""
+        """The threshold z n of Eq. (S.23), nats: smaller differences of the averaged loss are noise."""
+        # An exponential average of weight a leaves a / (2 - a) of the variance of independent noise.
         return self.multiplier * math.sqrt(self.variance * self._fast / (2 - self._fast))
 
     @property
@@ -473,7 +457,8 @@ class TrainLossProposer(Proposer):
         if self.gap > self.largest_gap:
             self.largest_gap, self.since_largest = self.gap, 0
         if self.count > self.burn_in:
-            # From changes of the loss, as in the burn-in: a fall or a rise has next to no influence on them.
+            # From changes of the loss, as in the burn-in: a fall or a rise has next to no influence on them. Half of
+            # their square, as the noise of two losses adds up in each.
             self.variance += self._fast * (change**2 / 2 - self.variance)
             return
         self.burn_in_losses = (*self.burn_in_losses, loss)
@@ -481,9 +466,10 @@ class TrainLossProposer(Proposer):
             self.variance, self.burn_in_losses = _noise(self.burn_in_losses), ()
 
     def _follow(self, count: int, fast: float, descent: float) -> None:
-        """Decide whether the step of that moment is absorbed or must be undone, Eq. S.24."""
+        """Decide whether the step of that moment is absorbed or must be undone, Eq. (S.24)."""
         elapsed = self.count - count
-        # Before one half-life most of the average is of losses before the event: nearly any step would pass.
+        # Before one half-life most of the average is of losses before the event: nearly any step would pass. Asked at
+        # once, simulated runs kept groups that raise the loss by 0.1 nats for good (docs/log.md).
         if elapsed < self.half_life:
             return
         excess = self.fast - (fast - descent * elapsed)
@@ -499,7 +485,8 @@ class TrainLossProposer(Proposer):
     def propose(self, update: int) -> Event | None:
         if self.step is not None:
             return None if self.undo_reason is None else Undo(event=self.step_event, reason=self.undo_reason)
-        # Eq. S.23: a plateau, and before the first event power and a peak that is past.
+        # Eq. (S.23): a plateau, and before the first event power and a peak that is past. Without these two a loss
+        # that barely moves in its noise, or has not begun to fall, would count as levelled off.
         plateau, powerful = self.gap < self.tolerance, self.largest_gap >= self.tolerance
         ready = self.armed if self.groups_frozen else powerful and self.since_largest >= self.half_life
         if self.finished or self.count < self.burn_in or not (plateau and ready):
@@ -513,6 +500,7 @@ class TrainLossProposer(Proposer):
         if isinstance(event, Undo):
             self.frozen -= len(outcome.heads)
             self.groups_undone += 1
+            # Heads of these scores cost too much: only lower ones are worth another attempt.
             self.below, self.step, self.undo_reason = self.step_lowest_score, None, None
             return
         self.groups_frozen += 1
@@ -527,6 +515,7 @@ def _noise(losses: Sequence[float]) -> float:
     changes = [later - earlier for earlier, later in pairwise(losses)]
     slope, start = linear_regression(range(len(changes)), changes)
     residuals = [change - start - slope * number for number, change in enumerate(changes)]
+    # The line takes two degrees of freedom; a change has the noise of two losses.
     return fmean(one**2 for one in residuals) * len(residuals) / (len(residuals) - 2) / 2
 
 
