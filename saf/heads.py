@@ -13,6 +13,7 @@ Head = tuple[int, int]
 
 def head_pairs(heads: Any) -> list[Head]:
     """Return `(layer, head)` pairs of int from pairs of any integers, such as lists of JSON, in the same order."""
+    # `index` takes integers of numpy and torch, and refuses 1.0 and "1".
     return [(index(layer), index(head)) for layer, head in heads]
 
 
@@ -27,18 +28,11 @@ class HeadSet:
     def __init__(self, heads: Iterable[Iterable[int]] = ()):
         pairs = head_pairs(heads)
         self._heads = tuple(sorted(set(pairs)))
+        # A head named twice is a mistake in a list: a set that dropped it would freeze fewer heads than asked for.
         if len(self._heads) != len(pairs):
             raise InputError(f"a set names each head once; got {len(pairs)} pairs, {len(self._heads)} different")
         if any(layer < 0 or head < 0 for layer, head in pairs):
             raise InputError(f"layers and heads count from 0; got {min(pairs)}")
-
-    @classmethod
-    def in_order(cls, heads: Iterable[Head]) -> "HeadSet":
-        """Build from heads whose patterns come in the same order; raise InputError if they do not ascend."""
-        pairs = head_pairs(heads)
-        if list(ordered := cls(pairs)) != pairs:
-            raise InputError(f"heads and patterns must be in (layer, head) order; got {pairs}, sort both")
-        return ordered
 
     def to_list(self) -> list[list[int]]:
         """Return `[[layer, head], ...]` for JSON."""
@@ -82,22 +76,16 @@ class HeadSet:
 
 # --- the rows of heads in a layer's projections
 
+# A layer's projections. A head owns rows of the first three and columns of `output`; these are called rows, too.
 ROLES = ("query", "key", "value", "output")
-"""A layer's projections. A head owns rows of the first three and columns of `output`; these are called rows, too."""
-BIAS = "_bias"
-"""Suffix of a role's name for its projection's bias."""
+BIAS = "_bias"  # suffix of a role's name for its projection's bias
+# Projections in which heads of a kind have rows, kinds in slot order: an edit to a kind removes the other rows.
 KINDS: dict[str, tuple[str, ...]] = {"live": ROLES, "frozen": ("value", "output"), "pruned": ()}
-"""Projections in which heads of a kind have rows; an edit to that kind removes the other rows."""
-EDITED = tuple(kind for kind in KINDS if kind != "live")
-"""The kinds that freezing and pruning make."""
+EDITED = ("frozen", "pruned")  # the kinds that freezing and pruning make
 
 
 def role_of(name: str) -> str:
-    """Return the projection that a parameter belongs to, without the suffix of a bias.
-
-    >>> role_of("query"), role_of("query_bias"), role_of("query_key_value")
-    ('query', 'query', 'query_key_value')
-    """
+    """Return the projection that a parameter belongs to, "query" for "query_bias"; fused ones keep all their roles."""
     return name.removesuffix(BIAS)
 
 
@@ -146,8 +134,9 @@ class HeadLayout:
     def with_kind(self, heads: Iterable[int], kind: str) -> "HeadLayout":
         """Return the layout in which `heads` have become of `kind`, one of `KINDS`."""
         moved = set(heads)
-        others = {each: set(getattr(self, each)) - moved for each in EDITED}
-        edited = {each: ids | moved if each == kind else ids for each, ids in others.items()}
+        edited = {each: set(getattr(self, each)) - moved for each in EDITED}
+        if kind in edited:
+            edited[kind] |= moved
         return replace(self, **{each: tuple(sorted(ids)) for each, ids in edited.items()})
 
     @cached_property
@@ -156,9 +145,14 @@ class HeadLayout:
 
         With grouped queries `key` and `value` have rows of the KV heads that some head still reads, in ascending order.
         """
-        rows = {role: tuple(h for kind in KINDS if role in KINDS[kind] for h in getattr(self, kind)) for role in ROLES}
+        rows: dict[str, tuple[int, ...]] = dict.fromkeys(ROLES, ())
+        for kind, roles in KINDS.items():
+            for role in roles:
+                rows[role] += getattr(self, kind)
         if self.grouped:
-            rows |= {role: tuple(sorted(set(map(self.kv_of, rows[role])))) for role in ("key", "value")}
+            # Never permuted into slot order: query heads of several slots share a KV head (see `kv_head`).
+            for role in ("key", "value"):
+                rows[role] = tuple(sorted(set(map(self.kv_of, rows[role]))))
         return rows
 
     def rows_in(self, name: str) -> tuple[tuple[str, int], ...]:
@@ -176,7 +170,7 @@ class HeadLayout:
     @property
     def slots(self) -> tuple[int, ...]:
         """Original head id of each slot, a place in the order of execution."""
-        return self.rows["output"]
+        return self.rows["output"]  # with grouped queries, too, these have columns of every head that is not pruned
 
     @property
     def num_live(self) -> int:

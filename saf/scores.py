@@ -5,7 +5,7 @@ without a default: tensors `[L, H, ...]` that calibration collects, by their nam
 names of `HOW_TO_MEASURE`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from saf.statistics import AttentionStatistics, required_keywords
 
 Score = Callable[..., Tensor]  # `(statistics, **inputs)` to one number a head, `[L, H]`
 SCORES: dict[str, Score] = {}  # by name, in the order of the paper
+# Inputs of scores that calibration does not measure, and how to get them.
 HOW_TO_MEASURE = {
     "gradient": "call saf.QKGradient(model).update() after every backward pass, then pass its .scores()",
     "outputs": (
@@ -25,7 +26,6 @@ HOW_TO_MEASURE = {
     ),
     "gates": "call saf.gate_gradients(model, batches)",
 }
-"""Inputs of scores that calibration does not measure."""
 
 
 def head_score(function: Score) -> Score:
@@ -42,20 +42,23 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **inp
     InputError for an unknown name, missing inputs, and live heads without a value.
     """
     function, label, required = _function(name), score_name(name), required_inputs(name)
-    advice = {key: HOW_TO_MEASURE.get(key, f"pass it, or call calibrate(..., collect=({key!r},))") for key in required}
     inputs = {key: value for key, value in inputs.items() if value is not None}
-    inputs |= {key: statistics.by_head(key) for key in required if key in statistics.collected and key not in inputs}
+    for key in required:
+        if key in statistics.collected:
+            inputs.setdefault(key, statistics.by_head(key))
     if missing := [key for key in required if key not in inputs]:
-        raise InputError(f"score {label!r} needs {', '.join(missing)}: {'; '.join(advice[key] for key in missing)}")
+        raise InputError(f"score {label!r} needs {', '.join(missing)}: {_how_to_measure(missing)}")
     if isinstance(name, str):
         check_keywords(f"score {name!r}", inputs.keys() - set(required), function)
     values, shape = function(statistics, **inputs), statistics.variance.shape
+    # Checked, as a number a layer, [L, 1], would broadcast: every head of a layer would score the same.
     if not isinstance(values, Tensor) or values.shape != shape:
         raise InputError(f"score {label!r} must be one number a head, a Tensor {list(shape)}; got {shown(values)}")
     values = torch.where(statistics.measured, values.double().cpu(), torch.nan)
+    # A function of the user's own may leave heads out by NaN; of a named score an input was measured for fewer heads.
     without = (values.isnan() & statistics.measured).nonzero().tolist()
     if without and isinstance(name, str):
-        remedy = "; ".join(advice.values()) or "measure all heads"
+        remedy = _how_to_measure(required) or "measure all heads"
         raise InputError(f"score {name!r} has no value for live heads {without[:4]}: {remedy}")
     return values
 
@@ -75,6 +78,10 @@ def _function(name: str | Score) -> Score:
         return name
     check_name("score", name, SCORES)
     return SCORES[name]
+
+
+def _how_to_measure(inputs: Iterable[str]) -> str:
+    return "; ".join(HOW_TO_MEASURE.get(key, f"pass it, or call calibrate(..., collect=({key!r},))") for key in inputs)
 
 
 # --- the scores
@@ -130,6 +137,7 @@ def gradient_veto(statistics: AttentionStatistics, *, gradient: Tensor) -> Tenso
     """Rank by variance; heads whose Q/K gradient exceeds the median go last (appendix A.3)."""
     gradient = _live(statistics, gradient)
     veto = (gradient > gradient.nanquantile(0.5)).double().masked_fill(gradient.isnan(), torch.nan)
+    # L H is above every rank: vetoed heads go behind all others, and stay in the order of their variance.
     return ranks(statistics.variance) + gradient.numel() * veto
 
 
@@ -137,7 +145,7 @@ def gradient_veto(statistics: AttentionStatistics, *, gradient: Tensor) -> Tenso
 def output_magnitude(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tensor:
     """Root mean square of the entries of each head's contribution to the residual stream (appendix A.3)."""
     squares = outputs.gram.diagonal(dim1=-2, dim2=-1)
-    return (squares / (outputs.num_samples * outputs.hidden_size)).sqrt()
+    return (squares / (outputs.num_samples * outputs.hidden_size)).sqrt()  # |c|, over the root of its entries
 
 
 @head_score
@@ -149,6 +157,7 @@ def redundancy(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tens
     norm = outputs.gram.diagonal(dim1=-2, dim2=-1).sqrt()
     product = norm[..., :, None] * norm[..., None, :]
     cosine = torch.where(product == 0, 0.0, outputs.gram / product).clamp(-1, 1)
+    # -1 takes a head itself, and frozen ones, out of the maximum.
     same = torch.eye(cosine.shape[-1], dtype=torch.bool)
     largest = cosine.masked_fill(same | cosine.isnan(), -1).amax(-1)
     return torch.where(norm.isnan(), torch.nan, -largest)  # Eq. (10)
@@ -184,7 +193,7 @@ def gate_taylor(statistics: AttentionStatistics, *, gates: Tensor) -> Tensor:
 @head_score
 def random(statistics: AttentionStatistics, *, seed: int = 0) -> Tensor:
     """Uniform random numbers, the control; `select(..., match=...)` takes as many from each layer as another set."""
-    # Frozen heads draw too, so that a head's number does not depend on earlier events.
+    # On the CPU, from a generator of its own. Frozen heads draw too: a head's number does not depend on earlier events.
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(statistics.variance.shape, generator=generator, dtype=torch.float64)
 
@@ -192,12 +201,12 @@ def random(statistics: AttentionStatistics, *, seed: int = 0) -> Tensor:
 def ranks(values: Tensor) -> Tensor:
     """Rank heads over the whole model, from 0 in ascending order, ties by layer and head; NaN stays NaN."""
     flat = values.double().flatten()
-    rank = flat.argsort(stable=True).argsort().double()
+    rank = flat.argsort(stable=True).argsort().double()  # NaN sorts last, so ranks of the others have no gaps
     return rank.masked_fill_(flat.isnan(), torch.nan).view(values.shape)
 
 
 def _per_head(statistics: AttentionStatistics, name: str, values: Tensor) -> Tensor:
-    """Return an input in float64 on the CPU; raise InputError for another shape, which would broadcast."""
+    """Return an input in float64 on the CPU; raise InputError for another shape, which might broadcast."""
     if values.shape != (shape := statistics.variance.shape):
         raise InputError(f"{name} must be one number a head, {list(shape)}; got {list(values.shape)}")
     return values.double().cpu()

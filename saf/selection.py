@@ -8,8 +8,7 @@ from torch import Tensor
 from saf.errors import InputError, SelectionError, shown
 from saf.heads import Head, HeadSet
 
-Unit = tuple[Head, ...]
-"""Heads that are chosen together: one, or the live heads of a KV group."""
+Unit = tuple[Head, ...]  # heads that are chosen together: one, or the live heads of a KV group
 
 
 def select(scores: Tensor, rate: float | None = None, **conditions: Any) -> HeadSet:
@@ -62,14 +61,16 @@ class Chooser:
             raise InputError("pass either rate or count, or a set of heads to match by layer")
         if count is not None and count < 0:
             raise InputError(f"count must be at least 0, got {count}")
+        # Infinite scores would sort, but the mean of a group of them may be NaN, which has no order.
         if scores.dim() != 2 or not scores.is_floating_point() or scores.isinf().any():
             raise InputError(f"scores must be [L, H], finite or NaN, floating point; got {shown(scores)}")
         if match is not None and max_per_layer is not None:
             raise InputError("match sets the number of heads of each layer; leave max_per_layer out")
-        self._limits = [scores.shape[1] if max_per_layer is None else max_per_layer] * len(scores)
+        layers, width = scores.shape
+        self._limits = [width if max_per_layer is None else max_per_layer] * layers
         if match is not None:
-            matched = existing(scores, match)
-            self._limits, count = [sum(at == layer for at, _ in matched) for layer in range(len(scores))], len(matched)
+            matched = HeadSet(existing(scores, match))
+            self._limits, count = [len(matched.in_layer(layer)) for layer in range(layers)], len(matched)
         self.total = heads_at_rate(rate or 0.0, scores.numel()) if count is None else count
         # Whole groups may miss the total by fewer heads than a group has; a matched set must be attained exactly.
         self._group_size = group_size if match is None else 1
@@ -89,6 +90,7 @@ class Chooser:
                 break
             taken += unit
             proposed.append(unit)
+        # Skipped units wait: where a proposed head of their layer is rejected, they fit within its limit again.
         self._waiting = skipped + self._waiting[len(skipped) + len(proposed) :]
         return proposed
 
@@ -108,7 +110,7 @@ class Chooser:
 
 
 def heads_at_rate(rate: float, num_heads: int) -> int:
-    """Return k, the number of heads at a rate, halves to even."""
+    """Return k, the number of heads at a rate, halves to even, as Python rounds; the paper says only round(r L H)."""
     if not 0 <= rate <= 1:
         raise InputError(f"rate is a share of all heads, from 0 to 1; got {rate}")
     return round(rate * num_heads)  # Eq. (S.5)
@@ -121,6 +123,7 @@ def ranking(scores: Tensor, exclude: Iterable[Head] = (), *, only: Iterable[Head
         (value, layer, head)
         for layer, row in enumerate(scores.tolist())
         for head, value in enumerate(row)
+        # NaN, a frozen head, is the one value that is not equal to itself.
         if value == value and (layer, head) not in excluded and (allowed is None or (layer, head) in allowed)
     ]
     return [(layer, head) for _, layer, head in sorted(heads)]

@@ -11,8 +11,9 @@ from torch import Tensor
 from saf.errors import InputError
 from saf.heads import HeadSet, head_pairs
 
+# Causal entries of a mean pattern are raised to this before its rows are normalised again, Eq. (S.3), line 11 of the
+# paper's Algorithm 1. Without it a key that no query attends to would need a key logit of minus infinity.
 FLOOR = 1e-9
-"""Causal entries of a mean pattern are raised to this before its rows are normalised again (paper, Algorithm 1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,15 +31,16 @@ class AttentionStatistics:
     length: int  # T, in tokens
     num_sequences: int  # N
     sequences_hash: str  # SHA-256 of the calibration tokens
+    # Tokens of each sequence, longest first, where they are unequal; `length` is the longest. A row's mean and variance
+    # are over the sequences that are long enough to have it. Scores average the rows that two or more have.
     lengths: tuple[int, ...] = ()
-    """Tokens of each sequence, longest first, where they are unequal; `length` is the longest. A row's mean and
-    variance are over the sequences that are long enough to have it. Scores average the rows that two or more have."""
+    # Further tensors by name, see `saf.calibration.COLLECTIONS`, with one entry for each of `collected_heads`.
     collected: Mapping[str, Tensor] = field(default_factory=dict)
-    """Further tensors by name, see `saf.calibration.COLLECTIONS`, with one entry for each of `collected_heads`."""
     collected_heads: HeadSet = field(default_factory=HeadSet)
     positions: tuple[int, ...] = ()  # query positions of the collected `mean_rows`, `rows` and `logit_rows`
 
     def __repr__(self) -> str:
+        # A dataclass's own would show the numbers of every tensor.
         layers, heads = self.variance.shape
         collected = f", with {', '.join(self.collected)}" if self.collected else ""
         measured = f"{self.num_sequences} sequences of up to {self.length:,} tokens"

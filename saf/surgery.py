@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from saf.distributed import in_group
 from saf.errors import InputError, UnsupportedError
-from saf.heads import EDITED, KINDS, Head, HeadLayout, HeadSet, role_of
+from saf.heads import EDITED, KINDS, Head, HeadLayout, HeadSet, head_pairs, role_of
 from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_plain_weights, hooked_module, rows_of
 from saf.ops import FrozenHeads
 from saf.optimizer_state import (
@@ -66,7 +66,10 @@ def install_(
         UnsupportedError: A data-parallel wrapper; weights that are computed, shared, quantised or have hooks;
             attention that is not transformers' own; a backend, dtype or optimiser that cannot run, train or carry them.
     """
-    heads = HeadSet.in_order(heads)
+    pairs = head_pairs(heads)
+    heads = HeadSet(pairs)
+    if list(heads) != pairs:  # sorted without a word, heads would get each other's patterns
+        raise InputError(f"heads and patterns must be in (layer, head) order; got {pairs}, sort both")
     by_head = pattern_for_each_head(patterns) if len(heads) else []
     sites, optimizer = _sites_of(model, heads, "live"), unwrap_optimizer(optimizer)
     if len(by_head) != len(heads):

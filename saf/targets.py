@@ -41,7 +41,8 @@ def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
     """Return the names that `calibrate(collect=...)` needs for a pattern in a storage."""
     check_name("pattern", name, TARGETS)
     kind = TARGETS[name]
-    return required_keywords(kind.compact if storage in FITTED and kind.compact is not None else kind.dense)
+    computed = kind.compact if storage in FITTED and kind.compact is not None else kind.dense
+    return required_keywords(computed)
 
 
 def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "mean", **options: Any) -> Target:
@@ -53,6 +54,7 @@ def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "
     options, kind, heads = check_options(name, options), TARGETS[name], HeadSet(heads)
     if kind.compact is not None:
         return _computed(kind.compact, statistics, heads, options)
+    # Head by head: of a dense pattern only its marginals stay, so one [T, T] is in memory at a time.
     rows = [target_of(_computed(kind.dense, statistics, HeadSet([head]), options)) for head in heads]
     return Target(*map(torch.cat, zip(*rows, strict=True)))
 
@@ -96,7 +98,7 @@ def target_of(weights: Tensor) -> Target:
     distance = (position[:, None] - position)[causal]
     rows = []
     for matrix in weights:
-        floored = matrix.double().clamp(min=FLOOR) * causal
+        floored = matrix.double().clamp(min=FLOOR) * causal  # the floor is of causal entries, not of later keys
         floored /= floored.sum(-1, keepdim=True)  # Eq. (S.3)
         by_distance = floored.new_zeros(length).index_add_(0, distance, floored[causal])
         rows.append((floored.sum(0), by_distance, -torch.xlogy(floored, floored).sum() / length))  # Eq. (S.4)
@@ -166,7 +168,7 @@ def dirichlet(
         strength = (scale * concentration(center, spread)).clamp(*BOUNDS)  # Eq. (18)
         parameters = (strength[:, None] * center)[causal].clamp(min=PARAMETER_FLOOR)
         logits = torch.zeros_like(center)
-        logits[causal] = log_gamma_draws(parameters, seed, head)
+        logits[causal] = log_gamma_draws(parameters, seed, head)  # gamma draws over their sum are a Dirichlet draw
         fixed = (1 - center.square().sum(-1) <= NEAR_DETERMINISTIC) | (spread <= NEAR_CONSTANT)
         drawn.append(torch.where(fixed[:, None], center, causal_softmax(logits)).to(mean.dtype))
     return torch.stack(drawn)
@@ -206,12 +208,13 @@ def stream_of(seed: int, head: tuple[int, ...], number: int = 0) -> np.random.Ge
 
     A head's draws do not depend on other heads, the rate or the time of freezing.
     """
+    # By numpy, which takes a list as a seed; a torch.Generator takes one number, into which these would have to be mixed.
     return np.random.default_rng([seed, *head, number])
 
 
 def concentration(mean: Tensor, variance: Tensor) -> Tensor:
     """Return the moment estimate of the concentration, `[T]`, of rows with mean `[T, T]`, summed variance `[T]`."""
-    spread = 1 - mean.square().sum(-1)
+    spread = 1 - mean.square().sum(-1)  # of one-hot rows with this mean, the largest variance there is
     return spread / variance.clamp(min=torch.finfo(variance.dtype).tiny) - 1  # Eq. (18)
 
 
