@@ -1,6 +1,7 @@
 """`FreezeReport` records what an event that froze or pruned heads measured, chose and cost."""
 
 import io
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cached_property
@@ -18,11 +19,11 @@ from saf.records.table import Table, markdown_of, number, percent, signed
 from saf.statistics import AttentionStatistics
 
 SCHEMA = "saf.freezing.recipe/1"
+# Values of a report that a model's configuration keeps: people read config.json, so scores of all heads stay out.
 _KNOWN = (
     *("heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash"),
     *("loss_before", "loss_after", "loss_text", "worst_layer"),
 )
-"""Values of a report that a model's configuration keeps."""
 
 
 @dataclass(frozen=True)
@@ -30,48 +31,34 @@ class FittedHead:
     """A head's pattern, on the CPU, and how its compact fit went; a pruned head has neither."""
 
     pattern: Pattern | None = None
-    fit_kl: float = 0.0
-    """Row-averaged KL from the target to the fit, nats; 0 without a fit."""
-    certificate: dict[str, Any] | None = None
-    """The fit's `saf.fit.Certificate` in plain values; None without a fit."""
+    fit_kl: float = 0.0  # row-averaged KL from the target to the fit, nats, Eq. (S.7); 0 without a fit
+    certificate: dict[str, Any] | None = None  # the fit's `saf.fit.Certificate` in plain values; None without a fit
+    # With exponential storage, the numbers of an `ExponentialFit` (`extra_kl`, `cancellation`, `poles`, `free_keys`)
+    # and the pattern's `kind`, compact where these did not pass; None otherwise.
     exponential: dict[str, Any] | None = None
-    """With exponential storage, the numbers of an `ExponentialFit` (`extra_kl`, `cancellation`, `poles`,
-    `free_keys`) and the pattern's `kind`, compact where these did not pass; None otherwise."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class FreezeReport:
     """The result of `freeze_`; `print(report)` shows its cost and a table, `save` writes JSON and safetensors."""
 
-    heads: HeadSet
-    """The heads frozen, or pruned."""
-    deferred: tuple[Head, ...] = ()
-    """Heads accepted with them but left live, by ascending score: those after `max_heads`."""
-    fits: dict[Head, FittedHead]
-    """Patterns and fits of all these."""
-    rejected_fits: dict[Head, FittedHead]
-    """Fits of heads skipped because their KL was above the limit."""
-    requested: int
-    """k, the number of heads that the settings request."""
-    scores: Tensor
-    """`[L, H]`; NaN for heads that were frozen or pruned before."""
+    heads: HeadSet  # frozen, or pruned
+    deferred: tuple[Head, ...] = ()  # accepted with them but left live, by ascending score: those after `max_heads`
+    fits: dict[Head, FittedHead]  # patterns and fits of all these
+    rejected_fits: dict[Head, FittedHead]  # of heads skipped because their KL was above the limit
+    requested: int  # k, the number of heads that the settings request
+    scores: Tensor  # `[L, H]`; NaN for heads that were frozen or pruned before
     statistics: AttentionStatistics
     config: dict[str, Any]
-    in_all: dict[str, int]
-    """Numbers of heads that are frozen and pruned after the event, with those of events before it, by these words."""
-    seconds: dict[str, float]
-    """Wall-clock seconds of capture, statistics, score, select, fit, install or prune, and held-out loss."""
-    joint_cost: JointCost | None = None
-    """With a budget: which heads were accepted together and refused, and what each costs alone."""
-    loss: LossChange | None = None
-    """Loss before and after; None without a text to measure."""
-    loss_text: str = "held-out"
-    """Kind of that text: held-out or calibration."""
+    in_all: dict[str, int]  # numbers of heads frozen and pruned after the event, with earlier events', by these words
+    seconds: dict[str, float]  # wall clock of capture, statistics, score, select, fit, install or prune, held-out loss
+    joint_cost: JointCost | None = None  # with a budget: heads accepted together, refused, and what each costs alone
+    loss: LossChange | None = None  # None without a text to measure
+    loss_text: str = "held-out"  # kind of that text: held-out or calibration
+    # Of an accepted rise beyond the guard's limit: the layer whose heads cost most together, the others live, and by
+    # which share perplexity rises with them on the first 4 held-out sequences.
     worst_layer: tuple[int, float] | None = None
-    """Of an accepted rise beyond the guard's limit: the layer whose heads cost most together, the others live, and by
-    which share perplexity rises with them on the first 4 held-out sequences."""
-    healing: Healing | None = None
-    """Losses after training this model and the ordinary one alike; None without."""
+    healing: Healing | None = None  # losses after training this model and the ordinary one alike
 
     @cached_property
     def patterns(self) -> Pattern | list[Pattern] | None:
@@ -80,6 +67,7 @@ class FreezeReport:
         None where no head was frozen, or heads were pruned.
         """
         patterns = [pattern for head in self.heads if (pattern := self.fits[head].pattern) is not None]
+        # Exponential patterns differ in their numbers of poles and keys, so they do not stack.
         if not patterns or {one.kind for one in patterns} not in ({"compact"}, {"dense"}):
             return patterns or None
         kind: Any = type(patterns[0])
@@ -118,7 +106,7 @@ class FreezeReport:
             "heads": self.heads.to_list(),
             **{f"{kind}_in_all": count for kind, count in self.in_all.items()},
             "score_name": self.config["score"],
-            "scores": [[None if value != value else value for value in row] for row in self.scores.tolist()],
+            "scores": [[None if math.isnan(value) else value for value in row] for row in self.scores.tolist()],
             "fit_kl": [[*head, kl] for head, kl in self.fit_kl.items()],
             "rejected": [[*head, kl] for head, kl in sorted(self.rejected.items())],
             "certificates": [{"head": list(head), **fit.certificate} for head, fit in fits if fit.certificate],
@@ -141,16 +129,19 @@ class FreezeReport:
 
     def known(self) -> dict[str, Any]:
         """Return what a model's configuration keeps: the heads, how they were chosen, and their cost."""
-        choice = {"kind": self.kind, "pattern": self.config["pattern"], "named": self.config["heads"] is not None}
         values = self.to_dict()
-        note = {"budget_note": words} if (words := budget_words(values)) else {}
-        return choice | {name: value for name, value in values.items() if name in _KNOWN} | note
+        known = {"kind": self.kind, "pattern": self.config["pattern"], "named": self.config["heads"] is not None}
+        known |= {name: value for name, value in values.items() if name in _KNOWN}
+        if words := budget_words(values):
+            known["budget_note"] = words
+        return known
 
     def tensors(self) -> dict[str, Tensor]:
         """Return marginals `[L, H, T]`, statistics `[L, H]` and, of fitted patterns, their logits `[F, T]`.
 
         Dense patterns are left out: the model's own files have them (saf.safetensors, or a checkpoint).
         """
+        # Marginals in float32: half of the file's bytes, for pictures and fits of later studies.
         tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
         tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
         if self.patterns is not None:
@@ -176,16 +167,13 @@ class FreezeReport:
         return f"{len(self.heads)} of {self.scores.numel()} heads {self.kind} {by}{in_all}{later}"
 
     @property
-    def _limit(self) -> str:
-        return number(self.config["max_fit_kl"], 3)
-
-    @property
     def cost(self) -> str:
         """What the event cost, and which layer costs most, or has the worst fit if that is not known."""
         layer = ""
         if self.worst_layer is None and self.fit_kl:
             (worst, _), kl = max(self.fit_kl.items(), key=lambda each: each[1])
-            layer = f"; layer {worst} has the worst fit ({number(kl, 3)} nats; limit {self._limit})"
+            limit = number(self.config["max_fit_kl"], 3)
+            layer = f"; layer {worst} has the worst fit ({number(kl, 3)} nats; limit {limit})"
         return f"Cost: {cost_words(self.to_dict())}{layer}."
 
     def table(self) -> Table:
@@ -195,12 +183,14 @@ class FreezeReport:
             chosen = self.heads.in_layer(layer)
             scores = [self.scores[layer, head].item() for head in chosen]
             span = " to ".join(dict.fromkeys(number(score, 3) for score in (min(scores), max(scores))))
-            worst = [f"{max(kl for (at, _), kl in fit_kl.items() if at == layer):.4f}"] if fit_kl else []
-            rows.append([layer, " ".join(map(str, chosen)), span, *worst])
+            row = [layer, " ".join(map(str, chosen)), span]
+            if fit_kl:
+                row.append(f"{max(fit_kl[layer, head] for head in chosen):.4f}")
+            rows.append(row)
         notes = []
         if fit_kl or self.rejected:
             stay = f", above which {len(self.rejected)} heads stay live" if self.rejected else ""
-            notes.append(f"limit of a fit: {self._limit} nats{stay}")
+            notes.append(f"limit of a fit: {number(self.config['max_fit_kl'], 3)} nats{stay}")
         if self.exponential:
             notes.append(exponential_words(self.to_dict()["exponential"]))
         if (joint := self.joint_cost) is not None:
@@ -214,7 +204,8 @@ class FreezeReport:
         parts = ", ".join(f"{name} {seconds:.2f}" for name, seconds in self.seconds.items())
         notes.append(f"{sum(self.seconds.values()):.2f} s ({parts})")
         columns = ["layer", f"{self.kind} heads (numbers)", f"{self.config['score']} ({self.kind})"]
-        columns += ["worst fit, nats"] * bool(fit_kl)
+        if fit_kl:
+            columns.append("worst fit, nats")
         return Table.of(self.summary, columns, rows, notes=["; ".join(notes)])
 
     def __repr__(self) -> str:
@@ -224,7 +215,7 @@ class FreezeReport:
     def __str__(self) -> str:
         try:
             from rich.console import Console
-        except ModuleNotFoundError:
+        except ModuleNotFoundError:  # it comes with the command line, not with the library
             return f"{self.cost}\n\n{markdown_of(self.table())}"
         text = io.StringIO()
         self.table().print(Console(width=100, file=text, highlight=False))

@@ -44,8 +44,8 @@ from saf.statistics import AttentionStatistics
 from saf.surgery import check_editable, install_, prune_, uninstall_, value_dtypes
 from saf.targets import FITTED, collect_for, dense_pattern, exact_pattern, target
 
-_AT_CALLER = {"category": SafWarning, "stacklevel": 5}
-"""Warnings show the line that called `freeze_`, past a function here, `choose` and `on_rank0`."""
+# Warnings show the line that called `freeze_`: past a helper below, `choose`, `on_rank0` and `freeze_` itself.
+_CALLER = 5
 
 
 def freeze_(
@@ -120,7 +120,7 @@ def freeze_(
         with timer("score"):
             scores = _scores(adapter, sequences, statistics, config, choosing, score_inputs or {})
         with timer("select"):
-            order = head_order(scores, config, adapter.sites()[0].layout, below=config.below)
+            order = head_order(scores, config, adapter.sites()[0].layout)
 
         # Line 6: k = round(r L H); no head is accepted yet.
         k = config.requested(statistics.variance.numel())
@@ -153,8 +153,9 @@ def freeze_(
         heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
 
         # Past the paper: measure what they cost, and refuse it where that is too much and no training follows.
+        # On calibration text alone a rise only warns: patterns are fitted to it, and it may be a few short sequences.
         by_default = "train" if optimizer is not None else "warn" if heldout is None else "refuse"
-        on_rise = {None: by_default, True: "accept", False: "refuse"}[accept_loss]
+        on_rise = by_default if accept_loss is None else "accept" if accept_loss else "refuse"
         loss, worst = _cost(model, heads, reporting, trial, on_rise, timer)
 
         in_all = {kind: len(adapter.heads(kind)) for kind in EDITED}
@@ -178,7 +179,7 @@ def freeze_(
             worst_layer=worst,
         )
 
-    report = on_rank0(choose)
+    report = on_rank0(choose)  # on every rank the first one's report, or its error
     if len(report.heads):
         # Line 21: install the patterns; value and output weights and the optimiser's state stay.
         # On all ranks or on none: where one fails, the others undo theirs.
@@ -187,7 +188,7 @@ def freeze_(
                 _edit_(model, report.fits, config, optimizer, report.heads)
                 undo.callback(uninstall_, model, report.heads, optimizer=optimizer)
             undo.pop_all()
-        report = replace(report, seconds=on_rank0(lambda: timer.seconds))
+        report = replace(report, seconds=on_rank0(lambda: timer.seconds))  # with those of installing
         adapter.record_event(report.known())
     return report
 
@@ -228,12 +229,12 @@ def _fit(
     if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
         return [*map(FittedHead, exact.canonical().singles())]
     # Lines 11 and 12: the pattern, its entries floored at 1e-9 and its rows normalised, enters by its marginals, the
-    # sums over queries by key and by distance, Eq. (4), and by its entropy.
+    # sums over queries by key and by distance, and by its entropy, Eq. (S.4).
     eta_abs, eta_rel, entropy = (part.to(device) for part in target(statistics, heads, config.pattern, **options))
-    # Lines 13 and 14: fit alpha and rho to the marginals; Z follows from them, Eq. (3).
+    # Lines 13 and 14: fit alpha and rho to the marginals, Eq. (4); Z follows from them, Eq. (3).
     compact_options, exponential_options = split_options(config.fitter, config.fitter_options, storage)
     compact, certificate = fit_with_certificate(eta_abs, eta_rel, fitter=config.fitter, **compact_options)
-    # Line 15: kappa, the row-averaged KL from the pattern to its fit.
+    # Line 15: kappa, the row-averaged KL from the pattern to its fit, Eq. (S.7).
     kl = fit_kl(compact, eta_abs, eta_rel, entropy).tolist()
     fits = [*map(FittedHead, compact.to(device="cpu").singles(), kl, certificate.to_dicts())]
     close = [number for number, fit in enumerate(fits) if fit.fit_kl <= config.max_fit_kl]
@@ -246,7 +247,7 @@ def _fit(
 
 def _in_linear_time(fit: FittedHead, form: ExponentialFit, max_fit_kl: float) -> FittedHead:
     """Return a head with its exponential pattern, or as it is where that one is outside the tolerance."""
-    kl = fit.fit_kl + form.extra_kl
+    kl = fit.fit_kl + form.extra_kl  # the two add up: `extra_kl` is the loss of Eq. (4) above the compact fit's
     if form.pattern.kind == "exponential" and kl <= max_fit_kl:
         fit = replace(fit, pattern=form.pattern.to(device="cpu"), fit_kl=kl)
     assert fit.pattern is not None
@@ -282,7 +283,8 @@ def _warn_of_length(longest: int | None, length: int, config: FreezeConfig) -> N
     warnings.warn(
         f"calibration has {length} tokens, the model takes up to {longest}: {effect}; calibrate on {longest} "
         "tokens unless this is intended",
-        **{**_AT_CALLER, "category": LengthWarning if length < longest else SafWarning},
+        LengthWarning if length < longest else SafWarning,
+        stacklevel=_CALLER,
     )
 
 
@@ -362,7 +364,9 @@ def _check_number(
     if config.all_or_none or not (accepted or allow_empty):
         least = order.total if config.all_or_none else 1
         raise SelectionError(f"at least {least} of {order.total} heads must be {config.kind}, and {reason}")
-    warnings.warn(f"only {accepted} of {order.total} heads could be {config.kind}: {reason}", **_AT_CALLER)
+    warnings.warn(
+        f"only {accepted} of {order.total} heads could be {config.kind}: {reason}", SafWarning, stacklevel=_CALLER
+    )
 
 
 # --- the edit, for good at line 21, and for a while where its cost is measured
@@ -417,5 +421,5 @@ def _cost(
         )
     if on_rise == "warn":
         text = f"perplexity rose by {loss.rise:.1%} on the calibration text: {advice}, or train on"
-        warnings.warn(text, **_AT_CALLER)
+        warnings.warn(text, SafWarning, stacklevel=_CALLER)
     return loss, (layer, alone)

@@ -208,7 +208,7 @@ def stream_of(seed: int, head: tuple[int, ...], number: int = 0) -> np.random.Ge
 
     A head's draws do not depend on other heads, the rate or the time of freezing.
     """
-    # By numpy, which takes a list as a seed; a torch.Generator takes one number, into which these would have to be mixed.
+    # By numpy, which takes a list as a seed; for the one number of a torch.Generator these would have to be mixed.
     return np.random.default_rng([seed, *head, number])
 
 
