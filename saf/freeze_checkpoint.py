@@ -27,12 +27,10 @@ from saf.tasks.text import heldout_batches
 from saf.train.run import with_freeze
 from saf.train.start import recorded_gradient
 
-HELDOUT_SEQUENCES = 32
-"""Held-out sequences of scores and joint cost by default."""
+HELDOUT_SEQUENCES = 32  # of scores and joint cost by default
+# Most held-out tokens of joint cost by default on a CPU, where every candidate's pass over half of them takes long. Of
+# SmolLM2-135M heads chosen by 2,048 tokens lowered perplexity there and raised it by 3.4% elsewhere (docs/log.md).
 CPU_TOKENS = 8192
-"""Most held-out tokens of joint cost by default on a CPU, where every candidate's pass over half of them takes long."""
-NewProgress = Callable[[str, str], Progress]
-"""Returns the progress of a part of the work, from its verb and its items: ("calibrating", "layers")."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +94,8 @@ class CheckpointFreezing:
         if self.heldout_sequences is not None or "outputs" in self.config.needs:
             return self.heldout_sequences or HELDOUT_SEQUENCES
         if self.config.uses_joint_cost:
-            few = pick_device(self.device).type == "cpu"
-            return min(HELDOUT_SEQUENCES, max(2, CPU_TOKENS // length)) if few else HELDOUT_SEQUENCES
+            on_cpu = pick_device(self.device).type == "cpu"
+            return min(HELDOUT_SEQUENCES, max(2, CPU_TOKENS // length)) if on_cpu else HELDOUT_SEQUENCES
         return max(1, min(GUARD_SEQUENCES, available))
 
 
@@ -106,30 +104,26 @@ class FreezingSource:
     """An open model whose heads are to be frozen, with its text."""
 
     model: nn.Module
-    hash: str
-    """The hash of its files."""
-    calibration: Tensor
-    """Calibration sequences `[N, length]`."""
-    heldout: Tensor
-    """Sequences `[N, length]` that measure the loss and joint cost."""
-    write: Callable[[FreezeReport], str]
-    """Writes the frozen model into `out` and returns its hash."""
-    options: dict[str, Any] = field(default_factory=dict)
-    """Further options of `freeze_`."""
+    hash: str  # of its files
+    calibration: Tensor  # sequences `[N, length]`
+    heldout: Tensor  # sequences `[N, length]` that measure the loss and joint cost
+    write: Callable[[FreezeReport], str]  # writes the frozen model into `out` and returns its hash
+    options: dict[str, Any] = field(default_factory=dict)  # further ones of `freeze_`
+    # Trains the frozen model, and compares it on these held-out batches with the ordinary one trained alike.
     heal: Callable[[list[Tensor], Progress], Healing] | None = None
-    """Trains the frozen model, and compares it on these held-out batches with the ordinary one trained alike."""
-
-
-Opener = Callable[[CheckpointFreezing, Callable[[str], Any]], FreezingSource]
-"""Opens the model of these settings; the function takes lines for people."""
 
 
 def freeze_saved(
-    settings: CheckpointFreezing, open_source: Opener, *, say: Callable[[str], Any], new_progress: NewProgress
+    settings: CheckpointFreezing,
+    open_source: Callable[[CheckpointFreezing, Callable[[str], Any]], FreezingSource],
+    *,
+    say: Callable[[str], Any],
+    new_progress: Callable[[str, str], Progress],
 ) -> tuple[FreezeReport, str, str]:
     """Freeze heads of a model on disk and write a new one; return the report, the new hash, and the old one.
 
-    `say` is called with lines for people, `new_progress` for each part that takes long.
+    `open_source` gets the settings and `say`, which takes lines for people. `new_progress` returns the progress of a
+    part that takes long, from its verb and its items: ("calibrating", "layers").
 
     Raises:
         CheckpointError: The model's files are damaged, or `out` exists.
@@ -139,7 +133,8 @@ def freeze_saved(
     if settings.out.exists():
         raise CheckpointError(f"{settings.out} exists already; remove it, or write to another folder")
     source = open_source(settings, say)
-    batches, heldout = ([*each.split(settings.batch_size)] for each in (source.calibration, source.heldout))
+    batches = list(source.calibration.split(settings.batch_size))
+    heldout = list(source.heldout.split(settings.batch_size))
     with autocast(pick_device(settings.device), settings.precision):
         say(str(plan_calibration(source.model, batches, collect=settings.config.collect)))
         report = freeze_(
@@ -147,7 +142,7 @@ def freeze_saved(
             batches,
             settings.config,
             heldout=heldout,
-            accept_loss=settings.accept_loss or settings.heal is not None,
+            accept_loss=settings.accept_loss or settings.heal is not None,  # healing refuses what it cannot heal
             progress=new_progress("calibrating", "layers"),
             joint_progress=new_progress("measuring", "heads"),
             **source.options,
@@ -198,20 +193,19 @@ def open_checkpoint_source(settings: CheckpointFreezing, say: Callable[[str], An
         options["score_inputs"] = {"gradient": gradient}
 
     def write(report: FreezeReport) -> str:
-        state = {key: value for key, value in checkpoint.state.items() if key != "optimizer_groups"}
-        state["elapsed"] = with_freeze(state["elapsed"], sum(report.seconds.values()))
-        add_report = lambda folder: report.save(folder, update=checkpoint.update)  # noqa: E731
+        seconds = sum(report.seconds.values())
+        state = checkpoint.state | {"elapsed": with_freeze(checkpoint.state["elapsed"], seconds)}
         return save_checkpoint(
-            settings.out, model, optimizer, state=state, parent=checkpoint.hash, add_files=add_report
+            settings.out,
+            model,
+            optimizer,
+            state=state,
+            parent=checkpoint.hash,
+            add_files=lambda folder: report.save(folder, update=checkpoint.update),
         )
 
     return FreezingSource(
-        model=model,
-        hash=checkpoint.hash,
-        calibration=calibration,
-        heldout=heldout,
-        write=write,
-        options=options,
+        model=model, hash=checkpoint.hash, calibration=calibration, heldout=heldout, write=write, options=options
     )
 
 
@@ -221,6 +215,7 @@ def _windows(settings: CheckpointFreezing, source: ModelFolder) -> tuple[Tensor,
     if isinstance(data, TextData):
         raise InputError(f"data of a checkpoint must be a folder by `saf data prepare`, got {data.folder}")
     length = settings.calibration_length(source.settings.get("length") or most, most=most)
+    # The run's own data have partitions that do not overlap; others may share documents with those of its report.
     trained = source.training_data() if data.fingerprint != source.state.get("data_fingerprint") else None
     if trained is not None:
         check_separate(data, data.calibration_source, trained)

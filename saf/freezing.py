@@ -225,9 +225,9 @@ def _fit(
     options: dict[str, Any] = {"seed": config.seed} | config.pattern_options
     storage = config.storage_at(statistics.length)
     if storage not in FITTED:
-        return [*map(FittedHead, dense_pattern(statistics, heads, config.pattern, **options).singles())]
+        return [FittedHead(one) for one in dense_pattern(statistics, heads, config.pattern, **options).singles()]
     if (exact := exact_pattern(statistics, heads, config.pattern, **options)) is not None:
-        return [*map(FittedHead, exact.canonical().singles())]
+        return [FittedHead(one) for one in exact.canonical().singles()]
     # Lines 11 and 12: the pattern, its entries floored at 1e-9 and its rows normalised, enters by its marginals, the
     # sums over queries by key and by distance, and by its entropy, Eq. (S.4).
     eta_abs, eta_rel, entropy = (part.to(device) for part in target(statistics, heads, config.pattern, **options))
@@ -236,7 +236,7 @@ def _fit(
     compact, certificate = fit_with_certificate(eta_abs, eta_rel, fitter=config.fitter, **compact_options)
     # Line 15: kappa, the row-averaged KL from the pattern to its fit, Eq. (S.7).
     kl = fit_kl(compact, eta_abs, eta_rel, entropy).tolist()
-    fits = [*map(FittedHead, compact.to(device="cpu").singles(), kl, certificate.to_dicts())]
+    fits = list(map(FittedHead, compact.to(device="cpu").singles(), kl, certificate.to_dicts()))
     close = [number for number, fit in enumerate(fits) if fit.fit_kl <= config.max_fit_kl]
     if storage == "exponential" and close:  # past the paper: patterns that run in linear time
         forms = fit_exponential_heads(compact[close], eta_abs[close], eta_rel[close], **exponential_options)
@@ -298,7 +298,7 @@ def _texts(
     if heldout is None:
         if config.uses_joint_cost:
             raise InputError("joint cost is measured on held-out text: give heldout= sequences")
-        if training or adapter.saves_weights:
+        if training or adapter.saves_weights:  # the project's own GPT is trained on, or measured by its run
             return None, None
         try:
             adapter.check_next_token()
@@ -309,6 +309,7 @@ def _texts(
     if isinstance(heldout, list) and not heldout:
         raise InputError("heldout must have at least one sequence, got none; give text beyond the calibration's")
     text = read_sequences(heldout)
+    # One token more than the patterns cover: the last token of a sequence is predicted, and never read.
     if config.operation == "freeze" and text.length > sequences.length + 1:
         longest = f"{sequences.length + 1} tokens a sequence, by the calibration"
         raise InputError(f"heldout must have at most {longest}, got {text.length}")
@@ -345,6 +346,7 @@ def _scores(
             needed[key] = source
         scores[name] = score(statistics, name, **needed)
         live = scores[name][~scores[name].isnan()]
+        # Equal scores would choose heads by their number, without a word.
         if config.heads is None and len(live) > 1 and bool((live == live[0]).all()):
             raise InputError(f"score {score_name(name)!r} must differ between heads, got {live[0]:.2g} for all of them")
     return scores
@@ -405,6 +407,7 @@ def _cost(
     if text is None:
         return None, None
     with timer("loss"):
+        # Measured by installing the heads and undoing that: where the model is refused, it is as it was.
         loss = LossChange.measure(model, text, trial(heads))
         # A rise that is NaN is never within the limit.
         if not len(heads) or on_rise == "train" or loss.rise <= MAX_RISE:
@@ -420,6 +423,6 @@ def _cost(
             "accept_loss=True (--accept-loss)"
         )
     if on_rise == "warn":
-        text = f"perplexity rose by {loss.rise:.1%} on the calibration text: {advice}, or train on"
-        warnings.warn(text, SafWarning, stacklevel=_CALLER)
+        message = f"perplexity rose by {loss.rise:.1%} on the calibration text: {advice}, or train on"
+        warnings.warn(message, SafWarning, stacklevel=_CALLER)
     return loss, (layer, alone)
