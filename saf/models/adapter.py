@@ -28,13 +28,14 @@ ON_META = "the model's weights are on the meta device, which holds no numbers; l
 
 def adapter_for(model: nn.Module) -> "Adapter":
     """Return the adapter of a model; raise UnsupportedError for an unsupported family or attention layer."""
-    adapter = None
-    if isinstance(inner := unwrap(model), GPT) or "transformers" in sys.modules:
-        adapter = language_model(inner)
+    inner = unwrap(model)
+    # Nothing of transformers can be here unless it was imported, which takes seconds.
+    importable = isinstance(inner, GPT) or "transformers" in sys.modules
+    adapter = language_model(inner) if importable else None
     if not isinstance(adapter, Adapter):
-        name = type(inner).__name__
         raise UnsupportedError(
-            f"{name} is not of a supported family (`saf doctor` lists them); docs/huggingface.md says how to add one"
+            f"{type(inner).__name__} is not of a supported family (`saf doctor` lists them); docs/huggingface.md says "
+            "how to add one"
         )
     adapter.check_attention()
     return adapter
@@ -51,7 +52,7 @@ def language_model(model: nn.Module) -> "LanguageModel":
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module under `torch.compile` and data-parallel wrappers."""
-    for name in ("_orig_mod", "module"):
+    for name in ("_orig_mod", "module"):  # the wrappers nest in either order
         inner = getattr(model, name, None)
         if isinstance(inner, nn.Module):
             return unwrap(inner)
@@ -234,12 +235,13 @@ class Rows(NamedTuple):
 
 def find_rows(site: Site, role: str) -> Rows | None:
     """Return the rows of a role (`query`, `query_bias`, …); None where the layer has no such parameter."""
+    wanted = role_of(role)
     for name, (parameter, dimension) in site.projections().items():
-        if name.endswith(BIAS) == role.endswith(BIAS) and role_of(role) in roles_of(name):
-            roles = [each for each, _ in site.layout.rows_in(name)]
-            before = roles_of(name)[: roles_of(name).index(role_of(role))]
-            first = sum(map(roles.count, before)) * site.head_dim
-            return Rows(name, parameter, dimension, first, roles.count(role_of(role)) * site.head_dim)
+        if name.endswith(BIAS) == role.endswith(BIAS) and wanted in roles_of(name):
+            sizes = {each: len(site.layout.rows[each]) * site.head_dim for each in roles_of(name)}
+            # A fused projection has all rows of one role before those of the next.
+            first = sum(sizes[each] for each in roles_of(name)[: roles_of(name).index(wanted)])
+            return Rows(name, parameter, dimension, first, sizes[wanted])
     return None
 
 
@@ -269,6 +271,7 @@ def check_plain_weights(site: Site) -> None:
     `weight_norm`) would return in the old order of heads.
     """
     own = {id(parameter) for module in site.attention.modules() for parameter in module._parameters.values()}
+    # By `type`, not isinstance: subclasses of Parameter hold quantised numbers.
     for role, (weight, _) in site.projections().items():
         check_unsharded(role, weight)
         if type(weight) is not nn.Parameter or id(weight) not in own:
@@ -341,7 +344,7 @@ class GPTSite(Site):
         self.attention.layout, self.attention.frozen, self.attention.removed = layout, frozen, dict(removed)
         self.attention.set_layout(layout, frozen)
         for linear in self.attention.children():
-            if isinstance(linear, nn.Linear):
+            if isinstance(linear, nn.Linear):  # read by its repr and by quantisers
                 linear.out_features, linear.in_features = linear.weight.shape
 
     def pin(self, kernel: str) -> None:
