@@ -32,15 +32,14 @@ from saf.freezing import check_event
 from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, restore_
 from saf.heads import EDITED
 from saf.heldout import heldout_loss
-from saf.hf.adapter import config_entry
-from saf.hf.attention import NAME, state_of
+from saf.hf.attention import NAME, config_entry, state_of
 from saf.hf.pretrained import section, wrap_method, write_section
 from saf.machine import Execution
 from saf.models.adapter import adapter_for, unwrap
 from saf.optimizer_state import unwrap_optimizer
 from saf.records.files import read_json, to_json
 from saf.records.run import EventRecord
-from saf.schedules import OneTime, Outcome, Schedule, ValidationBudget, schedule_to_dict
+from saf.schedules import Event, OneTime, Outcome, Schedule, ValidationBudget, schedule_to_dict
 from saf.surgery import accept_wrapper, check_editable, uninstall_
 from saf.train.loop import apply_event, resolve_event
 from saf.train.start import check_freeze, start_proposer
@@ -98,9 +97,13 @@ class FreezeCallback(TrainerCallback, ExportableState):
         """Return the settings, the schedule's state and the events so far, for a checkpoint."""
         progress, run = None, self._run
         if run is not None:
-            progress = {"settings": self._settings(), "updates": run.updates, "schedule": run.proposer.state_dict()}
-            progress["events"] = [event.values for event in run.events]
-        return {"args": {}, "attributes": {"progress": progress}}
+            progress = {
+                "settings": self._settings(),
+                "updates": run.updates,
+                "schedule": run.proposer.state_dict(),
+                "events": [event.values for event in run.events],
+            }
+        return {"args": {}, "attributes": {"progress": progress}}  # the form of `ExportableState`
 
     # --- what a Trainer calls
 
@@ -134,8 +137,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             proposer=proposer,
             updates=updates,
             stepped=False,  # whether the optimiser was checked after its first step
-            guard=None,  # sequences whose loss may refuse an event that no training follows
-            refused=None,  # the LossError of such an event, raised once everything is saved
+            refused=None,  # the LossError of an event after the last update, raised once everything is saved
         )
         # The Trainer saves only states that are entered here; a checkpoint without this callback has no entry.
         callbacks: Any = state.stateful_callbacks
@@ -149,13 +151,15 @@ class FreezeCallback(TrainerCallback, ExportableState):
         """Check the optimiser after its first step; apply the events after the last update."""
         run = self._run
         if not run.stepped:
+            # Optimisers create their state in the first step; Adafactor's factored moments have no rows to move.
             check_editable(options["model"], options["optimizer"])
             run.stepped = True
         if state.global_step >= state.max_steps:
-            accepts = self._accept_loss or isinstance(self.schedule, ValidationBudget)
-            run.guard = None if accepts else self._heldout or None
+            accepts = self._accept_loss or isinstance(self.schedule, ValidationBudget)  # which measures costs itself
             try:
-                self._apply_due_(state.global_step, options["optimizer"])
+                self._apply_due_(
+                    state.global_step, options["optimizer"], guard=None if accepts else self._heldout or None
+                )
             except LossError as error:
                 run.refused = error
 
@@ -171,26 +175,37 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     # --- events
 
-    def _apply_due_(self, update: int, optimizer: Any) -> None:
-        """Apply all events that the schedule proposes at an update."""
+    def _apply_due_(self, update: int, optimizer: Any, guard: list[torch.Tensor] | None = None) -> None:
+        """Apply all events that the schedule proposes at an update; `guard` is that of `apply_event`."""
         run = self._run
         run.updater.optimizer = optimizer
         while event := run.proposer.propose(update):
-            run.proposer.done(event, self._apply_(run, resolve_event(event, run.config), update))
+            run.proposer.done(event, self._apply_(resolve_event(event, run.config), update, guard))
 
-    def _apply_(self, run: Any, event: Any, update: int) -> Outcome:
+    def _apply_(self, event: Event, update: int, guard: list[torch.Tensor] | None) -> Outcome:
         """Apply one event in all processes or in none, and record it with the measurements of rank 0."""
-        trainer, before = self.trainer, self._heldout_loss(event.batches)
+        run, trainer, before = self._run, self.trainer, self._heldout_loss(event.batches)
         with all_ranks_or_raise():
-            change = apply_event(run, event, guard=run.guard)
+            change = apply_event(run, event, guard=guard)
         rewrap_(trainer)
         after = self._heldout_loss(event.batches)
+        # Rank 0's numbers for all: schedules that decide by the loss must decide alike on every rank.
         before, after, seconds = on_rank0(lambda: (before, after, change.seconds))
         number, losses = len(run.events) + 1, {"loss_before": before, "loss_after": after}
-        record = {"number": number, "kind": event.kind, "update": update, "reason": event.reason, "seconds": seconds}
-        values = to_json({**record, "heads": change.heads.to_list(), **losses})
+        values = to_json(
+            {
+                "number": number,
+                "kind": event.kind,
+                "update": update,
+                "reason": event.reason,
+                "seconds": seconds,
+                "heads": change.heads.to_list(),
+                **losses,
+            }
+        )
         run.events.append(EventRecord(Path(trainer.args.output_dir), values))
-        card_events = (config_entry(run.model.config) or {}).get("events", [])
+        # `freeze_` has recorded the event for the model card, but knows neither update nor these losses.
+        card_events = config_entry(run.model.config).get("events", [])
         if card_events and card_events[-1]["heads"] == values["heads"]:
             card_events[-1] |= to_json({"update": update, **losses})
         if trainer.is_world_process_zero():
@@ -364,7 +379,7 @@ def create_model_card(ordinary: Any, trainer: Any, *arguments: Any, **options: A
     """Write the Trainer's model card, which overwrites that of `save_pretrained`, with the section about heads."""
     ordinary(trainer, *arguments, **options)
     model = unwrap(trainer.model)
-    edited = isinstance(model, PreTrainedModel) and config_entry(model.config) is not None
+    edited = isinstance(model, PreTrainedModel) and config_entry(model.config)
     if edited and trainer.is_world_process_zero():
         write_section(Path(trainer.args.output_dir), section(adapter_for(model)))
 
@@ -390,7 +405,7 @@ def _load_heads_(trainer: Any, folder: str, model: Any) -> None:
     # config.json decides: saf.json may be left from an earlier training in the same folder.
     if saved := read_json(Path(folder, "config.json"), error=CheckpointError).get("saf"):
         restore_(model, *read_description(Path(folder)))
-        (config_entry(adapter.model.config) or {}).update(saved)
+        config_entry(adapter.model.config).update(saved)
     if (optimizer := unwrap_optimizer(trainer.optimizer)) is not None:
         for site in adapter.sites():
             for parameter, _ in site.projections().values():
