@@ -43,8 +43,7 @@ class OpenedModel:
     @property
     def checkpoints(self) -> dict[str, str | None]:
         """Hashes of the model and of the model it was frozen from, by role, for a result's header."""
-        parent = {} if self.source.parent is None else {PARENT: self.source.parent}
-        return {"model": self.source.hash, **parent}
+        return {"model": self.source.hash, PARENT: self.source.parent}
 
     @property
     def longest(self) -> int:
@@ -68,6 +67,7 @@ def open_model(
     or no data, DataError for data of another tokenizer, and CheckpointError for damaged files.
     """
     source = find_source(path)
+    # Before the weights, which take longest: wrong data are refused at once.
     needs_data = needs_data or data is not None or isinstance(source, ModelFolder)
     tokens = source.data(data) if needs_data else None
     model = source.model(pick_device(device), torch.float32 if precision == "fp32" else None)
@@ -78,7 +78,7 @@ def find_source(path: Path | str) -> "ModelFolder | TransformersFolder":
     """Return the folder of the model at `path`; raise as `find_model` does."""
     if not is_transformers_model(path):
         return find_model(path)
-    from saf.hf.folders import TransformersFolder
+    from saf.hf.folders import TransformersFolder  # optional, and its import takes seconds
 
     return TransformersFolder.find(Path(path))
 
@@ -177,8 +177,9 @@ class ModelFolder:
                 raise DataError(f"{path} needs the tokenizer of the training data, {recorded}, which is not there")
             return TextData(path, trained.tokenizer())
         data = TokenData.open(path or Path(str(recorded)))
+        # A saved model records neither and takes any data. Other text by the same tokenizer is fine.
         same_data = data.fingerprint == self.state.get("data_fingerprint", data.fingerprint)
-        expected = self.state.get("tokenizer")  # other text by the same tokenizer is fine
+        expected = self.state.get("tokenizer")
         if not same_data and expected != data.tokenizer_hash:
             raise DataError(
                 f"{data.folder} must have the tokenizer of the model's training data, {str(expected)[:12]}, got "
