@@ -19,11 +19,10 @@ from saf.frozen_state import OPENS, SCHEMA
 from saf.heads import BIAS, HeadLayout
 from saf.hf.attention import (
     NAME,
-    STOCK,
     HeadState,
     attach_state,
+    config_entry,
     detach_idle_state,
-    layout_of,
     mask_for_generation,
     set_forward,
     state_of,
@@ -32,16 +31,14 @@ from saf.hf.families import CONV1D, FAMILIES, Family
 from saf.models.adapter import Adapter, LanguageModel, Receiver, Removed, Site
 from saf.ops import FrozenHeads
 
-
-def config_entry(config: Any) -> dict[str, Any] | None:
-    """Return a configuration's entry `saf` about frozen and pruned heads; None where no head is edited."""
-    return getattr(config, "saf", None)
+STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
+"""Attention functions of transformers that are known to compute softmax attention."""
 
 
 class TransformersModel(LanguageModel):
     """Any causal language model of transformers, which can be evaluated but perhaps not frozen."""
 
-    fullgraph = False
+    fullgraph = False  # transformers' own code may break the graph
 
     def __init__(self, model: Any):
         self.model = model
@@ -114,7 +111,7 @@ class TransformersAdapter(TransformersModel, Adapter):
         original = self.model.config._attn_implementation
         if original == "sdpa" and any(site.soft_cap is not None for site in self.sites()):  # transformers 5.17
             raise UnsupportedError("sdpa drops this model's soft caps: call model.set_attn_implementation('eager')")
-        self.use_saf_attention()
+        self.use_saf_attention()  # other attention functions call no receiver of `TransformersSite.capture`
         try:
             self.model.base_model(input_ids=input_ids, use_cache=False)
         finally:
@@ -129,6 +126,7 @@ class TransformersAdapter(TransformersModel, Adapter):
 
     def attention_settings(self) -> dict[str, Any]:
         values = self.model.config.to_dict()
+        # Through JSON, so that tuples are equal to the lists that `saf.load` reads back.
         return json.loads(json.dumps({name: values[name] for name in self.family.settings if name in values}))
 
     def record_event(self, event: dict[str, Any]) -> None:
@@ -137,26 +135,18 @@ class TransformersAdapter(TransformersModel, Adapter):
 
     def check_attention(self) -> None:
         name = str(self.model.config._attn_implementation)
-        if name not in (*STOCK, NAME) and not name.startswith("kernels-community/"):
+        if name not in (*STOCK, NAME) and not name.startswith("kernels-community/"):  # kernels of the hub
             raise UnsupportedError(
                 f"attention must be one of {', '.join(STOCK)}: set_attn_implementation; got {name!r}"
             )
         super().check_attention()
-
-    def check_dropout(self) -> None:
-        """Raise UnsupportedError for a model with dropout of attention weights, which frozen heads do not have."""
-        if rate := getattr(self.model.config, self.family.dropout):
-            raise UnsupportedError(
-                f"with frozen heads dropout of attention must be 0, got {rate:g}: open the model with "
-                f"{self.family.dropout}=0"
-            )
 
     def set_attention_function(self) -> None:
         """Use `attend` while heads are edited, and the model's original attention function once none is.
 
         The configuration names the function and may be shared with other models, so this one gets its own copy.
         """
-        from saf.hf.pretrained import patch_pretrained
+        from saf.hf.pretrained import patch_pretrained  # which imports this module
 
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
         original = next((state.original_function for state in states if state.original_function is not None), None)
@@ -167,7 +157,7 @@ class TransformersAdapter(TransformersModel, Adapter):
                 state.original_function = original or self.model.config._attn_implementation
             self.use_saf_attention()
             self._write_config_entry()
-            if hasattr(type(self.model), "generate"):
+            if hasattr(type(self.model), "generate"):  # on the instance: ordinary models keep their method
                 self.model.create_masks_for_generate = mask_for_generation
             patch_pretrained()
         elif original is not None:
@@ -185,7 +175,7 @@ class TransformersAdapter(TransformersModel, Adapter):
 
     def _write_config_entry(self) -> None:
         """Write `config.saf` where it is missing, and the number of positions that all patterns cover into it."""
-        if config_entry(self.model.config) is None:
+        if not config_entry(self.model.config):
             self.model.config.saf = {"schema": SCHEMA, "open_with": OPENS, "events": []}
         covered = [heads.max_length for heads in self.model.modules() if isinstance(heads, FrozenHeads)]
         self.model.config.saf["max_length"] = min(covered, default=None)
@@ -204,19 +194,24 @@ class TransformersSite(Site):
 
     @property
     def state(self) -> HeadState:
-        return state_of(self.attention) or HeadState(layout_of(self.attention), self._family)
+        return state_of(self.attention) or HeadState(self.attention, self._family)
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
         linears = {name: getattr(self.attention, module) for name, module in self._family.projections.items()}
         transposed = self._family.projection_class == CONV1D
+        # Heads own rows of nn.Linear's weight [out, in], and columns of the output's; Conv1D has them the other way.
         weights = {name: (linear.weight, int((name == "output") != transposed)) for name, linear in linears.items()}
         # Entries of the output's bias belong to no head.
         inputs = {name: linear.bias for name, linear in linears.items() if name != "output"}
         return weights | {name + BIAS: (bias, 0) for name, bias in inputs.items() if bias is not None}
 
     def check(self, layout: HeadLayout) -> None:
-        self._adapter.check_dropout()
-        layer = f"layer {self.attention.layer_idx}"
+        dropout, layer = self._family.dropout, f"layer {self.attention.layer_idx}"
+        # Pruned heads too: the edited forward pass has no dropout for live heads either.
+        if rate := getattr(self._adapter.model.config, dropout):
+            raise UnsupportedError(
+                f"with frozen heads dropout of attention must be 0, got {rate:g}: open the model with {dropout}=0"
+            )
         projections = [getattr(self.attention, name) for name in self._family.projections.values()]
         if any(each.weight.is_meta and hasattr(each, "_hf_hook") for each in projections):
             raise UnsupportedError(f"{layer} must not be offloaded: give attention layers devices in the device_map")
@@ -237,7 +232,7 @@ class TransformersSite(Site):
                 linear.__class__ = nn.Linear if linear.weight.numel() else NonDynamicallyQuantizableLinear
         set_forward(self.attention)
         self._adapter.set_attention_function()
-        detach_idle_state(self.attention)
+        detach_idle_state(self.attention)  # last: the state holds the name of the original attention function
 
     def pin(self, kernel: str) -> None:
         attach_state(self.attention, self._family).kernel = kernel

@@ -8,7 +8,6 @@ masks from `padding_mask`. Packed documents (`position_ids` that restart) are sp
 import sys
 from collections.abc import Callable
 from functools import partial
-from math import inf
 from types import MethodType
 from typing import Any, NamedTuple
 
@@ -33,8 +32,6 @@ from saf.ops.positions import CachePosition, device_assert, first_real, left_pad
 
 NAME = "saf"
 """The name of `attend` and `padding_mask` in transformers' registries, and of a layer's submodule with its state."""
-STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
-"""Attention functions of transformers that are known to compute softmax attention."""
 _UNDER_HOOKS = "_old_forward"
 """The attribute in which accelerate stores the forward pass that its hooks wrap."""
 _SLIDING = "sliding_attention"
@@ -65,9 +62,10 @@ def attend(
             f"attention_mask must mark padding, [B, T], got {shown(attention_mask)}: leave it out, or "
             f"set_attn_implementation({NAME!r})"
         )
-    if mask.prefill:
+    if mask.prefill:  # layers without edited heads hand over the whole cache, others the new tokens alone
         key, value = key[:, :, : query.shape[-2]], value[:, :, : query.shape[-2]]
     length = value.shape[-2] if mask.documents is None else mask.documents.longest
+    # Live heads apply the window themselves; patterns and statistics are of whole causal rows.
     beyond_window = sliding_window is not None and length > sliding_window
     if beyond_window and state is not None and (state.frozen is not None or state.receivers):
         raise UnsupportedError(f"inputs must fit the sliding window, {sliding_window} tokens, got {length}")
@@ -75,16 +73,14 @@ def attend(
         receiver(query, key)
     if mask.documents is None and module.layer_idx == 0:  # once a pass, as it may synchronise with the device
         check_positions(mask, position_ids, cu_seq_lens_q, len(value))
-    frozen: dict[str, Any] = {"left_pad": None if mask.padding is None else first_real(mask.padding)}
+    left_pad = None if mask.padding is None else first_real(mask.padding)
     visible = None if mask.positions is None else mask.positions.visible
-    live = {**frozen, "scale": scaling, "visible": visible, "window": sliding_window, "soft_cap": softcap}
-    frozen |= {"cache_position": mask.positions, "state": recurrent}
+    live = {"left_pad": left_pad, "scale": scaling, "visible": visible, "window": sliding_window, "soft_cap": softcap}
+    frozen = {"left_pad": left_pad, "cache_position": mask.positions, "state": recurrent}
     attend_rows = partial(_attend_rows, state, live, frozen)
-    if mask.documents is None:
-        output = attend_rows(query, key, value)
-    else:
-        output = mask.documents.attend(attend_rows, query, key, value)
-    return output.transpose(1, 2), None
+    if mask.documents is not None:
+        attend_rows = partial(mask.documents.attend, attend_rows)
+    return attend_rows(query, key, value).transpose(1, 2), None
 
 
 def _attend_rows(
@@ -140,6 +136,7 @@ def edited_forward(
             key, value = cached
     options = {
         "scaling": module.scaling,
+        # Mistral and Phi-3 read the window from the configuration, other families set it on each layer.
         "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
         "softcap": None if family.soft_cap is None else getattr(module, family.soft_cap),
         "recurrent": recurrent,
@@ -171,9 +168,11 @@ def _project(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor
 class HeadState(LayoutMixin):
     """The submodule `saf` of an attention layer: which heads are frozen or pruned, and the patterns of frozen ones."""
 
-    def __init__(self, layout: HeadLayout, family: Family):
+    def __init__(self, attention: Any, family: Family):
         super().__init__()
-        self.layout, self.family = layout, family
+        heads = attention.config.num_attention_heads
+        self.layout = HeadLayout(heads, getattr(attention.config, "num_key_value_heads", heads))
+        self.family = family
         self.frozen: FrozenHeads | None = None
         self.removed: Removed = {}
         self.receivers: list[Receiver] = []
@@ -203,10 +202,15 @@ def state_of(attention: nn.Module) -> HeadState | None:
     return getattr(attention, NAME, None)
 
 
+def config_entry(config: Any) -> dict[str, Any]:
+    """Return a configuration's entry `saf` about frozen and pruned heads; empty where no head is edited."""
+    return getattr(config, "saf", None) or {}
+
+
 def attach_state(attention: Any, family: Family) -> HeadState:
     """Return a layer's submodule `saf`, adding it where it is missing."""
     if (state := state_of(attention)) is None:
-        state = attention.saf = HeadState(layout_of(attention), family)
+        state = attention.saf = HeadState(attention, family)
     return state
 
 
@@ -217,24 +221,17 @@ def detach_idle_state(attention: Any) -> None:
         del attention.saf
 
 
-def layout_of(attention: Any) -> HeadLayout:
-    """Return which heads of a layer are live, frozen and pruned, and their slots."""
-    if (state := state_of(attention)) is not None:
-        return state.layout
-    heads = attention.config.num_attention_heads
-    return HeadLayout(heads, getattr(attention.config, "num_key_value_heads", heads))
-
-
 def set_forward(attention: Any) -> None:
     """Set a layer's forward pass: `edited_forward` with edited heads, else its class's. Hooks of accelerate stay."""
     hooked = {"_hf_hook", _UNDER_HOOKS} <= vars(attention).keys()
     name = _UNDER_HOOKS if hooked else "forward"
     current = vars(attention).get(name)
-    if not layout_of(attention).ordinary:
+    if not attention.saf.layout.ordinary:
+        # Each file of transformers has its own: Helium rotates neighbouring channels, Phi-3 only some of them.
         rotate = getattr(sys.modules[type(attention).__module__], "apply_rotary_pos_emb", None)
         setattr(attention, name, partial(edited_forward, attention, rotate))
     elif isinstance(current, partial) and current.func is edited_forward:
-        if hooked:
+        if hooked:  # the hooks call this attribute, so it must stay
             setattr(attention, name, MethodType(type(attention).forward, attention))
         else:
             del attention.forward
@@ -261,7 +258,8 @@ class Documents(NamedTuple):
         """
         row, position = torch.arange(batch, device=device)[:, None], torch.arange(length, device=device)
         begins = torch.ones(batch, length, dtype=torch.bool, device=device)
-        begins[:, 1:] = ~mask(row, position.new_zeros(()), position[1:], position[:-1])
+        head = position.new_zeros(())  # any: the documents are the same for all heads
+        begins[:, 1:] = ~mask(row, head, position[1:], position[:-1])
         first = begins.flatten().nonzero().flatten().tolist()
         if len(first) == batch:
             return None
@@ -313,7 +311,8 @@ def padding_mask(
         return None  # Gemma requests this mask without having such a layer
     if isinstance(kv_length, Tensor) or isinstance(kv_offset, Tensor):  # transformers 5.17, growing sliding cache
         kv_length, q_offset, kv_offset = int(kv_length), int(q_offset), int(kv_offset)
-    # A cache of fixed size counts its tokens in a tensor once it holds any.
+    # A cache of fixed size counts its tokens in a tensor once it holds any; an empty one is longer than the input.
+    # Without a cache kv_length is that of a longer attention_mask, which is refused below.
     fixed = isinstance(q_offset, Tensor) or (
         q_offset == 0 and kv_length > q_length and (attention_mask is None or attention_mask.shape[1] == q_length)
     )
@@ -324,27 +323,34 @@ def padding_mask(
     # Under torch.compile transformers always passes the mask function of packed rows; `attend` checks positions.
     plain = mask_function is causal_mask_function or torch.compiler.is_compiling()
     alone = attention_mask is None and kv_length == q_length
+    # Other mask functions separate packed documents, without a cache, or are of a window, which `attend` applies.
     if use_vmap or not getattr(config, "is_causal", True) or not (plain or alone or local_size is not None):
         raise UnsupportedError(f"frozen heads take causal masks, and packed documents without cache: {_SEPARATE_ROWS}")
     if alone and not plain:
         documents = Documents.of(mask_function, batch_size, q_length, torch.device(device or "cpu"))
-        _check_length(q_length if documents is None else documents.longest, config)
-        if documents is not None and documents.longest > (local_size or inf):
-            window = f"the sliding window, {local_size} tokens"
-            raise UnsupportedError(f"packed documents must fit {window}: {_SEPARATE_ROWS}")
-        return None if documents is None else PassMask(documents=documents)
+        longest = q_length if documents is None else documents.longest
+        _check_length(longest, config)
+        if documents is None:
+            return None
+        if local_size is not None and longest > local_size:
+            raise UnsupportedError(
+                f"packed documents must fit the sliding window, {local_size} tokens: {_SEPARATE_ROWS}"
+            )
+        return PassMask(documents=documents)
     _check_length(kv_length if fixed else q_offset + q_length, config)
     if isinstance(q_offset, Tensor):
+        # Without waiting for the device, or steps of decoding could not be captured as a CUDA graph.
         pad = None if attention_mask is None else left_padding(attention_mask, wait=False, allow_empty=True)
-        # The cache increments this tensor in place.
+        # Cloned: the cache increments this tensor in place.
         return PassMask(positions=CachePosition.of(q_offset.clone(), q_length, kv_length, pad))
-    padding = _padding(attention_mask, *((0, q_length) if fixed else (kv_offset, kv_offset + kv_length)))
+    first, last = (0, q_length) if fixed else (kv_offset, kv_offset + kv_length)
+    padding = _padding(attention_mask, first, last)
     return PassMask(padding, prefill=fixed) if fixed or padding is not None else None
 
 
 def _check_length(length: Any, config: Any) -> None:
     """Raise InputError for more positions than the patterns cover, before any layer has changed the cache."""
-    longest = (getattr(config, "saf", None) or {}).get("max_length")
+    longest = config_entry(config).get("max_length")
     if longest is not None and length > longest:
         raise InputError(beyond_patterns(length, longest))
 
@@ -381,7 +387,9 @@ def check_positions(mask: PassMask, position_ids: Tensor | None, cu_seq_lens: Te
             f"frozen heads know packed documents by position_ids, not cu_seq_lens_q: {_SEPARATE_ROWS}"
         )
     compiling = torch.compiler.is_compiling()
-    if position_ids is None or position_ids.shape[-1] < 2 or (not compiling and is_capturing(position_ids.device)):
+    if position_ids is None or position_ids.shape[-1] < 2:
+        return
+    if not compiling and is_capturing(position_ids.device):  # the test below waits for the device
         return
     steps = position_ids.diff(dim=-1)
     counts = steps == 1
@@ -401,5 +409,6 @@ def check_positions(mask: PassMask, position_ids: Tensor | None, cu_seq_lens: Te
         )
 
 
+# Registering changes nothing for other models: only configurations that name "saf" look it up.
 AttentionInterface.register(NAME, attend)
 AttentionMaskInterface.register(NAME, padding_mask)

@@ -53,10 +53,7 @@ def fit_cache(past_key_values: Any, index: int, state: Any, device: torch.device
 
 
 def _fitting_layer(layer: Any, layout: HeadLayout, frozen: FrozenHeads | None) -> Any:
-    """Return a cache's layer, or a replacement for it where it cannot store an attention layer's heads.
-
-    A cache that is first filled with gradients enabled stores values in place of a recurrent state.
-    """
+    """Return a cache's layer, or a replacement for it where it cannot store an attention layer's heads."""
     quantised = hasattr(layer, "_quantize")
     if quantised and not layout.num_live:
         raise UnsupportedError("a quantised cache needs a live head in every layer; limit max_per_layer")
@@ -65,8 +62,10 @@ def _fitting_layer(layer: Any, layout: HeadLayout, frozen: FrozenHeads | None) -
         if (layer.keys.shape[1], layer.values.shape[1]) != (keys, values):
             raise UnsupportedError(OTHER_HEADS)
         return layer
+    # With gradients values are stored: a recurrent state is updated in place, which autograd cannot follow.
     linear = None if frozen is None or not frozen.linear or torch.is_grad_enabled() else frozen
-    # A stock layer allocates equally many key and value heads, or counts its tokens by its keys.
+    # A stock layer allocates equally many key and value heads, or counts its tokens by its keys. Its subclasses, for
+    # sliding windows and quantised keys, stay: they hold values in place of a recurrent state.
     if type(layer) is StaticLayer and (linear is not None or keys != values):
         return FixedLayer(layer.max_cache_len, layout, linear)
     if type(layer) is DynamicLayer and (linear is not None or not keys):
@@ -148,7 +147,8 @@ class GrowingLayer(StateLayer, DynamicLayer):
         self.length = self.longest = 0
         if frozen is not None:
             self.set_heads(layout, frozen)
-            self.most_cropped = frozen.state_sizes()[2]
+            # The ring of values goes back one chunk; what the sums have taken up before cannot be subtracted.
+            _, _, self.most_cropped, _ = frozen.state_sizes()
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         self.length += value_states.shape[-2]
@@ -198,13 +198,15 @@ class FixedLayer(StateLayer, StaticLayer):
         assert self.values is not None
         batch, heads, _, dim = value_states.shape  # the base class allocates as many value heads as key heads
         self.values = self.values.new_zeros(batch, heads, self.max_cache_len, dim)
-        for tensor in () if torch.compiler.is_compiling() else (self.values, self.ring, self.sums):
+        if torch.compiler.is_compiling():  # cannot be traced
+            return
+        for tensor in (self.values, self.ring, self.sums):
             if tensor is not None:
-                torch._dynamo.mark_static_address(tensor)
+                torch._dynamo.mark_static_address(tensor)  # or no step is captured: they change in place
 
     def reset(self) -> None:
         super().reset()
-        self.map_state(Tensor.zero_)
+        self.map_state(Tensor.zero_)  # in place: captured graphs read these addresses
 
 
 def random_cache(model: Any, token: Tensor, length: int) -> tuple[Any, Tensor]:

@@ -101,6 +101,7 @@ def random_model(
     of_config, of_model = (getattr(transformers, f"{family}{kind}") for kind in ("Config", "ForCausalLM"))
     config = of_config(**sizes, max_position_embeddings=max_length, tie_word_embeddings=True, use_cache=False)
     devices = [device] if device.type == "cuda" else []
+    # transformers draws from the global generators, which callers keep; all weights are drawn again below.
     with torch.random.fork_rng(devices=devices), torch.device(device):
         model = cast(nn.Module, of_model(config))
     model.to(dtype)

@@ -27,7 +27,7 @@ from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.freeze_checkpoint import CheckpointFreezing, FreezingSource, read_windows
 from saf.freeze_report import FreezeReport
 from saf.heldout import Healing, halves, heal_and_compare
-from saf.hf.adapter import config_entry
+from saf.hf.attention import config_entry
 from saf.hf.families import FAMILIES
 from saf.hf.pretrained import CAUSAL, patch_pretrained
 from saf.machine import device_name, pick_device
@@ -40,8 +40,14 @@ from saf.tasks.base import PARENT, Progress, precision_in_use
 RECORD = "freezing.json"
 """The file with the settings and hashes of `saf freeze`."""
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json"),
-    *("added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
 )
 """Files that `saf freeze` copies into the new folder unchanged."""
 
@@ -90,11 +96,13 @@ class TransformersFolder:
         Raises CheckpointError where its files miss weights.
         """
         options: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
-        options |= {} if dtype is None else {"dtype": dtype}
+        if dtype is not None:
+            options["dtype"] = dtype
         patch_pretrained()
         with _translate_errors(CheckpointError, f"transformers cannot open {self.name}"):
             opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **options)
         model, info = opened
+        # transformers only warns, and draws them at random.
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(
                 f"{self.name} has no values for {len(missing)} weights: {', '.join(missing[:3])}; save it again"
@@ -171,24 +179,42 @@ def open_folder_source(settings: CheckpointFreezing, say: Callable[[str], Any]) 
     calibration, heldout, training = (each if bos is None else begun_with(each, bos) for each in windows)
 
     def heal(heldout: list[Tensor], progress: Progress) -> Healing:
-        options: dict[str, Any] = {"accept_loss": settings.accept_loss, "precision": settings.precision}
-        text = halves(heldout)[1] if config.uses_joint_cost else heldout
-        healing = heal_and_compare(model, source.model(device, dtype), training, text, progress=progress, **options)
-        model.to(source.config().dtype or torch.float32)
+        healing = heal_and_compare(
+            model,
+            source.model(device, dtype),
+            training,
+            halves(heldout)[1] if config.uses_joint_cost else heldout,  # the first half chose the heads
+            accept_loss=settings.accept_loss,
+            precision=settings.precision,
+            progress=progress,
+        )
+        model.to(source.config().dtype or torch.float32)  # saved in the dtype that it came in
         return healing
 
     def write(report: FreezeReport) -> str:
-        entry: Any = config_entry(model.config)
-        entry["events"][-1] |= {"data": data.folder.resolve().name, "bos": bos}
+        event = config_entry(model.config)["events"][-1]
+        event |= {"data": data.folder.resolve().name, "bos": bos}
         if report.healing is not None:
-            entry["events"][-1]["healing"] = asdict(report.healing)
-        record = _record(settings, report, data, parent) | {"precision": precision, "bos": bos}
+            event["healing"] = asdict(report.healing)
+        names = ("checkpoint", "data", "bos", "sequences", "batch_size", "precision", "finalize")
+        recorded = {name: getattr(settings, name) for name in names}
+        recorded |= {"config": config.to_dict(), "length": report.statistics.length}
+        recorded["calibration_seed"] = settings.calibration_seed or 0
+        record = result_header(
+            "freezing",
+            recorded,
+            device=device_name(device),
+            checkpoints={PARENT: parent},
+            data={"calibration": data.fingerprint},
+        )
+        record |= {"precision": precision, "bos": bos}
         with new_folder(settings.out) as folder:
             model.save_pretrained(folder)
             for name in TOKENIZER_FILES:
                 if (source.folder / name).is_file():
                     shutil.copyfile(source.folder / name, folder / name)
             report.save(folder)
+            # The report has a schema of its own, for events.jsonl.
             values = {**record, "model": folder_hash(folder), **report.to_dict(), "schema": record["schema"]}
             write_json(folder / RECORD, values)
         return values["model"]
@@ -237,20 +263,6 @@ def _windows_of_text(
     if heal and not len(rest):
         raise InputError(f"--heal needs more text than the {count + held} sequences that are measured: give more")
     return calibration, heldout, rest.repeat(-(-heal // max(1, len(rest))), 1)[:heal]
-
-
-def _record(settings: CheckpointFreezing, report: FreezeReport, data: TokenData, parent: str) -> dict[str, Any]:
-    """Return the settings and hashes for `RECORD`."""
-    names = ("checkpoint", "data", "bos", "sequences", "batch_size", "precision", "finalize")
-    recorded = {name: getattr(settings, name) for name in names}
-    recorded |= {"config": settings.config.to_dict(), "length": report.statistics.length}
-    return result_header(
-        "freezing",
-        recorded | {"calibration_seed": settings.calibration_seed or 0},
-        device=device_name(pick_device(settings.device)),
-        checkpoints={PARENT: parent},
-        data={"calibration": data.fingerprint},
-    )
 
 
 @contextmanager

@@ -140,8 +140,12 @@ def _tasks(
         for member in members:
             questions, sources[member["task"]] = read_questions(member["task"], folder, limit=limit)
             splits = {"questions": datasets.Dataset.from_list(questions)}
-            member |= {"custom_dataset": lambda _splits=splits, **_: _splits, "validation_split": "questions"}
-            member |= {"training_split": None, "test_split": None}
+            member |= {
+                "custom_dataset": lambda _splits=splits, **_: _splits,  # a default: a closure would see the last task's
+                "validation_split": "questions",
+                "training_split": None,
+                "test_split": None,
+            }
     try:
         with _quiet():
             manager = TaskManager(include_defaults=False, include_path=include)
@@ -163,7 +167,7 @@ def _answer(sample: Mapping[str, Any], cut: set[tuple[str, str]]) -> dict[str, A
     answer = {
         "id": f"{sample['doc_id']} {sample['doc_hash'][:16]}",
         "answer": int(sample["target"]),
-        "taken": max(range(len(log_probs)), key=log_probs.__getitem__),
+        "taken": max(range(len(log_probs)), key=log_probs.__getitem__),  # the first of equal ones, as lm-eval's argmax
         "right": bool(sample["acc"]),
         "shortened": any(tuple(text) in cut for text in sample["arguments"]),
         "log_probs": log_probs,
@@ -178,7 +182,7 @@ def _quiet() -> Iterator[None]:
     level, own = logger.level, {module: module.tqdm for module in (lm_eval.api.model, lm_eval.api.task)}
     logger.setLevel(logging.ERROR)
     datasets.disable_progress_bars()
-    for module in own:
+    for module in own:  # lm-eval has no option for its own bars
         vars(module)["tqdm"] = lambda steps, **_: steps
     try:
         yield

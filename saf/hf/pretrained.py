@@ -34,8 +34,8 @@ from saf.frozen_state import (
 )
 from saf.heads import EDITED, HeadSet
 from saf.heldout import perplexity_rise
-from saf.hf.adapter import TransformersAdapter, config_entry
-from saf.hf.attention import NAME, HeadState, state_of
+from saf.hf.adapter import TransformersAdapter
+from saf.hf.attention import NAME, HeadState, config_entry, state_of
 from saf.models.adapter import Adapter, adapter_for
 from saf.ops.frozen_heads import LAYOUT, compare_layouts
 from saf.records.files import new_files, write_atomically
@@ -60,7 +60,7 @@ def patch_pretrained() -> None:
 
 
 def wrap_method(owner: Any, function: Callable[..., Any]) -> None:
-    """Replace the method of `owner` that is named as `function`, which is called with the original method first."""
+    """Replace the method of `owner` that has the name of `function`; that is called with the original method first."""
     method = getattr_static(owner, function.__name__)
     original = getattr(method, "__func__", method)  # `__func__` of a classmethod
 
@@ -79,15 +79,15 @@ def save_pretrained(
 ) -> Any:
     """Save a model as transformers does, with the files about its edited heads."""
     folder, adapter = Path(save_directory), _edited_adapter(model)
-    if adapter is not None and is_main_process and not folder.is_file():
-        if config_entry(model.config) is None:  # heads were frozen in a submodel with its own configuration
+    if adapter is not None and is_main_process and not folder.is_file():  # the original method reports a file
+        if not config_entry(model.config):  # heads were frozen in a submodel with its own configuration
             model.config.saf = config_entry(adapter.sites()[0].attention.config)
         check_savable(adapter)
         state, tensors = description_of(adapter, checksums=True)
         with new_files(folder) as new:
             write_description(new, state, tensors)
         write_section(folder, section(adapter))
-    elif adapter is None and config_entry(model.config) is not None and not getattr(model, _PEFT, False):
+    elif adapter is None and config_entry(model.config) and not getattr(model, _PEFT, False):
         model.config = copy.deepcopy(model.config)  # another model with frozen heads may use it
         del model.config.saf
     return original(model, save_directory, is_main_process, *rest, **options)
@@ -128,13 +128,14 @@ def from_pretrained(
         raise UnsupportedError(
             "a folder with frozen heads opens unquantised: drop quantization_config, then quantise the model"
         )
-    if "_adapter_model_path" in (options.get("adapter_kwargs") or {}):
+    if "_adapter_model_path" in (options.get("adapter_kwargs") or {}):  # a folder of peft, whose base is `name`
         raise UnsupportedError(f"open {name} first, whose heads are frozen, then PeftModel.from_pretrained")
     with_info = options.pop("output_loading_info", False)
     state, tensors = read_description(_folder(name, hub))
     resized = _resized_class(cls, state)
     opened = original(resized, name, *arguments, config=config, output_loading_info=True, **options)
     model, info = opened
+    # Layers that the file does not name would keep random weights.
     if any(key.endswith(f".{NAME}.{LAYOUT}") for key in info["missing_keys"]):
         saved_as = next(iter(model.config.architectures or ()), "another class")
         raise UnsupportedError(f"{cls.__name__} names its layers differently: open {name} by {saved_as}")
@@ -146,7 +147,7 @@ def from_pretrained(
 def _has_heads(cls: Any, config: Any, hub: dict[str, Any]) -> bool:
     """Return whether a configuration, or the config.json of a folder, records frozen or pruned heads."""
     if not isinstance(config, str | Path):
-        return config_entry(config) is not None
+        return bool(config_entry(config))
     if cls.config_class is None:
         return False
     try:
@@ -177,6 +178,7 @@ def _resized_class(cls: Any, state: dict[str, Any]) -> Any:
             holder.register_buffer(LAYOUT, torch.empty(layout.num_heads, 2, dtype=torch.int64))
             site.attention.register_module(NAME, holder)
 
+    # transformers reads the source of a class's module, and takes classes outside its own for the user's code.
     names = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
     return type(cls.__name__, (cls,), names | {"__init__": init})
 
@@ -205,7 +207,7 @@ def _prepare_cache_for_generation(
     original: Any, model: Any, generation_config: Any, model_kwargs: Any, mode: Any, batch_size: int, length: int
 ) -> Any:
     """Raise InputError where prompt and new tokens are too many for the patterns, which the last token never needs."""
-    longest = (config_entry(model.config) or {}).get("max_length")
+    longest = config_entry(model.config).get("max_length")
     if longest is not None and length > longest:
         raise InputError(
             f"prompt and new tokens must be at most {longest + 1} together, as the frozen heads' patterns cover "
@@ -225,7 +227,7 @@ _MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
 
 def section(adapter: Adapter) -> str:
     """Return the model card's section about the heads; events without remaining heads leave the configuration."""
-    entry: Any = config_entry(adapter.sites()[0].attention.config)
+    entry = config_entry(adapter.sites()[0].attention.config)  # of a submodel, where its heads were frozen
     entry["events"] = _current_events(entry["events"], adapter.heads(*EDITED))
     counts = {kind: len(adapter.heads(kind)) for kind in _MARKS}
     total, longest = sum(counts.values()), entry["max_length"]
