@@ -6,7 +6,7 @@ An arm has one name. It is run once at a scale, however many recipes show it. Se
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import cache
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from typing import Any, Literal
@@ -18,7 +18,7 @@ Settings = Mapping[str, Any]
 CONTEXTS = {"1k": 1_024, "4k": 4_096, "8k": 8_192, "16k": 16_384}
 ALL: tuple[str, ...] = ("paper", "small", "smoke")
 """Scales that arms have settings of."""
-RATES = {"10": 0.1, "25": 0.25, "50": 0.5, "75": 0.75}
+RATES = (0.1, 0.25, 0.5, 0.75)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,8 +67,12 @@ def percent(rate: float) -> str:
 
 def freeze(rate: float, **more: Any) -> Settings:
     """Return the settings that freeze a share of the heads, with the paper's storage unless `more` names another."""
-    storage = {} if more.get("operation") == "prune" else {"storage": "compact"}
-    return {"freeze": {"rate": rate, **storage, **more}}
+    return {"freeze": {"rate": rate, "storage": "compact", **more}}
+
+
+def prune(rate: float, **more: Any) -> Settings:
+    """Return the settings that prune a share of the heads."""
+    return {"freeze": {"rate": rate, "operation": "prune", **more}}
 
 
 def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
@@ -90,28 +94,46 @@ CONTROLS = {"paper": {"sampler": "shuffled", "batch_size": 8, "accumulation": 15
 STRICT = {"paper": {"calibration_source": "calibration", "freeze": {"strict": True}}}
 """In its controls every one of the lowest-scoring heads must fit; none is replaced by the next."""
 PRUNE = {"freeze": {"operation": "prune"}}
+"""For an arm that prunes the heads of another one."""
 RANDOM = {"score": "random", "match": "variance"}
-GATES = freeze(0.25, operation="prune", score="gate_taylor")
+"""Random heads, as many in each layer as variance selects: chance then differs in the heads, not in their layers."""
 LAYERWISE = {scale: {"compile": "layers"} for scale in ("paper", "small")}
 LATER = {"peak_lr": 6e-5, "min_lr_ratio": 0.1, "warmup": 0}
 """After a full run: from the rate that it ends with down to a tenth."""
 LATER_REPORT = {"paper": {"report_tokens": 4_997_120}}
 LATER_SCALED = {"small": {"peak_lr": 1e-4}, **LATER_REPORT}
 ONE_BILLION = {
-    **{"model": "1b", "batch_size": 2, "accumulation": 32, "updates": 37_512, "peak_lr": 3e-4, "min_lr_ratio": 0.1},
-    **{"warmup": 375, "eval_every": 1_000, "save_every": 500, "calibration_sequences": 16},
+    "model": "1b",
+    # 524,288 tokens an update, as four GPUs with eight micro-batches of two windows each.
+    "batch_size": 2,
+    "accumulation": 32,
+    "updates": 37_512,
+    "peak_lr": 3e-4,
+    "min_lr_ratio": 0.1,
+    "warmup": 375,
+    "eval_every": 1_000,
+    "save_every": 500,
+    "calibration_sequences": 16,
     "report_tokens": 4_194_304,
 }
-"""524,288 tokens an update, as four GPUs with eight micro-batches of two windows each."""
 
 # --- matched time
 
 SPEEDS = {
-    # Updates that 124M does while ordinary attention does one, in pairs on an H200 (results/bench/update-*.json).
-    ("4k", "freeze"): {0.1: 1.0275594899232563, 0.25: 1.0810533293437499, 0.5: 1.181300651038013}
-    | {0.75: 1.3005081503257414},
-    ("4k", "prune"): {0.1: 1.0454085708553393, 0.25: 1.1270054291743925, 0.5: 1.282733116486198}
-    | {0.75: 1.5184881841571478},
+    # Updates that 124M does while ordinary attention does one, in pairs on an H200 (results/bench/update-*.json). All
+    # digits stay: rounded, a budget could lose an update, and a recorded run would be refused as one of other settings.
+    ("4k", "freeze"): {
+        0.1: 1.0275594899232563,
+        0.25: 1.0810533293437499,
+        0.5: 1.181300651038013,
+        0.75: 1.3005081503257414,
+    },
+    ("4k", "prune"): {
+        0.1: 1.0454085708553393,
+        0.25: 1.1270054291743925,
+        0.5: 1.282733116486198,
+        0.75: 1.5184881841571478,
+    },
     ("8k", "freeze"): {0.25: 1.09598793833239, 0.5: 1.255179336743242},
     ("8k", "prune"): {0.25: 1.1765567611282242, 0.5: 1.3681039659710192},
     ("16k", "freeze"): {0.25: 1.1445121501407156, 0.5: 1.3494597945837732, 0.75: 1.6422241495609335},
@@ -120,7 +142,7 @@ SPEEDS = {
 for _entry in read_json(Path(__file__).resolve().parents[1] / "results" / "bench" / "linear.json")["updates"]:
     # Heads frozen in linear time and the same heads pruned, measured in one run.
     for _kind in ("exponential", "pruned"):
-        _speeds = {rate: _entry["speedups"].get(f"{name}% {_kind}") for name, rate in RATES.items()}
+        _speeds = {rate: _entry["speedups"].get(f"{percent(rate)}% {_kind}") for rate in RATES}
         SPEEDS[f"{_entry['length'] // 1024}k", _kind] = {rate: speed for rate, speed in _speeds.items() if speed}
 CHARGE_SECONDS = 28.3
 """Of an event and the compilation after it, in seconds of the paper's 187.65 minutes."""
@@ -158,38 +180,35 @@ def control_trunk(k: str) -> str:
 
 
 def _contexts() -> Iterator[Arm]:
-    """Yield the arms of the main question at each context: frozen and pruned, at matched tokens and matched time."""
+    """Yield the arms of the main question at each context: ordinary, frozen and pruned."""
     for k, context in CONTEXTS.items():
         yield Arm(name=f"{k}-ordinary", context=context)
     yield Arm(name=control_trunk("4k"), scaled=CONTROLS, elsewhere="4k-ordinary")
     for k in ("4k", "8k", "16k"):
-        for name, rate in RATES.items():
-            if rate in SPEEDS[k, "freeze"]:
-                yield from _paired(k, name, rate)
-        timed: Settings = {"parent": control_trunk(k), "match": control_trunk(k)}
-        yield Arm(name=f"{k}-ordinary-time", scaled=SAME_SPEED, **timed)
-        yield Arm(name=f"{k}-ordinary-time-reordered", scaled=SAME_SPEED, reseed=1_000, **timed)
-        yield Arm(name=f"{k}-ordinary-more", settings=MORE_TOKENS, **timed)
+        trunk = control_trunk(k)
+        yield Arm(name=f"{k}-ordinary-time", parent=trunk, match=trunk, scaled=SAME_SPEED)
+        yield Arm(name=f"{k}-ordinary-time-reordered", parent=trunk, match=trunk, scaled=SAME_SPEED, reseed=1_000)
+        yield Arm(name=f"{k}-ordinary-more", parent=trunk, match=trunk, settings=MORE_TOKENS)
+        for rate in SPEEDS[k, "freeze"]:
+            yield from _paired(k, rate)
 
 
-def _paired(k: str, name: str, rate: float) -> Iterator[Arm]:
-    """Yield the arms of one rate, each at matched tokens, with the paper's controls, and at matched time."""
-    frozen, pruned, trunk = f"{k}-mean-{name}", f"{k}-pruned-{name}", control_trunk(k)
-    timed: Settings = {"parent": trunk, "match": trunk}
-    freezing: dict[str, Any] = {"settings": freeze(rate)}
-    pruning: dict[str, Any] = {"settings": PRUNE}
+def _paired(k: str, rate: float) -> Iterator[Arm]:
+    """Yield frozen and pruned arms of a rate: at matched tokens, as the paper's controls, at matched time."""
+    mean, pruned, trunk = f"{k}-mean-{percent(rate)}", f"{k}-pruned-{percent(rate)}", control_trunk(k)
+    branch, control = partial(Arm, parent=f"{k}-ordinary"), partial(Arm, parent=trunk)
+    timed = partial(Arm, parent=trunk, match=trunk)
     at_speed, when_pruned = matched(k, "freeze", rate), matched(k, "prune", rate)
-    yield Arm(name=frozen, parent=f"{k}-ordinary", **freezing)
-    yield Arm(name=pruned, parent=f"{k}-ordinary", heads=frozen, **pruning)
-    yield Arm(name=f"{frozen}-control", parent=trunk, scaled=STRICT, elsewhere=frozen, **freezing)
-    heads = f"{frozen}-control"
-    yield Arm(name=f"{pruned}-control", parent=trunk, scaled=HELD_OUT, heads=heads, elsewhere=pruned, **pruning)
-    yield Arm(name=f"{frozen}-time", scaled=merged(STRICT, at_speed), **freezing, **timed)
-    yield Arm(name=f"{pruned}-time", scaled=merged(HELD_OUT, when_pruned), heads=f"{frozen}-time", **pruning, **timed)
-    if k == "4k" and name in ("25", "50"):
-        random, settings = f"{k}-random-{name}", freeze(rate, **RANDOM)
-        yield Arm(name=random, settings=settings, scaled=HELD_OUT, parent=trunk)
-        yield Arm(name=f"{random}-time", settings=settings, scaled=merged(HELD_OUT, at_speed), **timed)
+    yield branch(name=mean, settings=freeze(rate))
+    yield branch(name=pruned, settings=PRUNE, heads=mean)
+    yield control(name=f"{mean}-control", settings=freeze(rate), scaled=STRICT, elsewhere=mean)
+    yield control(name=f"{pruned}-control", settings=PRUNE, scaled=HELD_OUT, heads=f"{mean}-control", elsewhere=pruned)
+    yield timed(name=f"{mean}-time", settings=freeze(rate), scaled=merged(STRICT, at_speed))
+    yield timed(name=f"{pruned}-time", settings=PRUNE, scaled=merged(HELD_OUT, when_pruned), heads=f"{mean}-time")
+    if k == "4k" and rate in (0.25, 0.5):
+        random, settings = f"{k}-random-{percent(rate)}", freeze(rate, **RANDOM)
+        yield control(name=random, settings=settings, scaled=HELD_OUT)
+        yield timed(name=f"{random}-time", settings=settings, scaled=merged(HELD_OUT, at_speed))
 
 
 EXPONENTIAL: dict[str, Settings] = {
@@ -202,34 +221,36 @@ EXPONENTIAL: dict[str, Settings] = {
 
 def _exponential() -> Iterator[Arm]:
     """Yield heads frozen as sums of damped cosines, from the checkpoint of `4k-mean-25` and `4k-mean-50`."""
-    for kind, options in EXPONENTIAL.items():
+    for (kind, options), rate in product(EXPONENTIAL.items(), (0.25, 0.5)):
+        # A band of 64 would leave nothing to the cosines in the 32 tokens of a smoke run.
         smoke = {"freeze": {"fitter_options": {**options, "band": options["band"] // 16}}}
-        for name in ("25", "50"):
-            settings = freeze(RATES[name], storage="exponential", fitter_options=options)
-            yield Arm(name=f"4k-{kind}-{name}", parent="4k-ordinary", settings=settings, scaled={"smoke": smoke})
+        settings = freeze(rate, storage="exponential", fitter_options=options)
+        name = f"4k-{kind}-{percent(rate)}"
+        yield Arm(name=name, parent="4k-ordinary", settings=settings, scaled={"smoke": smoke})
 
 
 def _answer() -> Iterator[Arm]:
     """Yield heads frozen in linear time and their controls, at matched tokens and at matched time."""
+    for k, rate in product(("4k", "16k"), (0.25, 0.5)):
+        trunk, frozen = control_trunk(k), f"{k}-exponential-{percent(rate)}"
+        linear = freeze(rate, storage="exponential")
+        gates, random = prune(rate, score="gate_taylor"), freeze(rate, storage="exponential", **RANDOM)
+        for arm, kind in (
+            (Arm(name=frozen, settings=linear), "exponential"),
+            (Arm(name=f"{frozen}-pruned", settings=PRUNE, heads=frozen), "pruned"),
+            (Arm(name=f"{k}-gate-taylor-{percent(rate)}", settings=gates), "pruned"),
+            (Arm(name=f"{frozen}-random", settings=random), "exponential"),
+            (Arm(name=f"{frozen}-early", settings=linear, at=0.25), "exponential"),
+        ):
+            scaled = matched(k, kind, rate)
+            yield replace(arm, parent=trunk)
+            yield replace(arm, parent=trunk, name=f"{arm.name}-time", match=trunk, scaled=scaled)
     for k in ("4k", "16k"):
-        timed: Settings = {"parent": control_trunk(k), "match": control_trunk(k)}
-        for name in ("25", "50"):
-            frozen, rate = f"{k}-exponential-{name}", RATES[name]
-            settings = freeze(rate, storage="exponential")
-            kinds: dict[str, tuple[str, Settings]] = {
-                frozen: ("exponential", {"settings": settings}),
-                f"{frozen}-pruned": ("pruned", {"settings": PRUNE, "heads": frozen}),
-                f"{k}-gate-taylor-{name}": ("pruned", {"settings": merged(GATES, {"freeze": {"rate": rate}})}),
-                f"{frozen}-random": ("exponential", {"settings": merged(settings, {"freeze": RANDOM})}),
-                f"{frozen}-early": ("exponential", {"settings": settings, "at": 0.25}),
-            }
-            for arm, (kind, others) in kinds.items():
-                yield Arm(name=arm, parent=control_trunk(k), **others)
-                yield Arm(name=f"{arm}-time", scaled=matched(k, kind, rate), **timed, **others)
         # The seconds that they take themselves.
-        yield Arm(name=f"{k}-ordinary-clock", **timed)
-        yield Arm(name=f"{k}-exponential-50-clock", settings=freeze(0.5, storage="exponential"), **timed)
-        yield Arm(name=f"{k}-exponential-50-pruned-clock", settings=PRUNE, heads=f"{k}-exponential-50", **timed)
+        timed, frozen = partial(Arm, parent=control_trunk(k), match=control_trunk(k)), f"{k}-exponential-50"
+        yield timed(name=f"{k}-ordinary-clock")
+        yield timed(name=f"{frozen}-clock", settings=freeze(0.5, storage="exponential"))
+        yield timed(name=f"{frozen}-pruned-clock", settings=PRUNE, heads=frozen)
 
 
 PEAK_RATES = {"3e-4": 3e-4, "6e-4": 6e-4, "1e-3": 1e-3, "2e-3": 2e-3, "3e-3": 3e-3}
@@ -241,19 +262,20 @@ def _peak_rates() -> Iterator[Arm]:
     """Yield ordinary runs by peak rate and warm-up, and each with a quarter of its heads frozen at the end."""
     for k, peak, warmup in product(("4k", "16k"), PEAK_RATES, WARMUPS):
         name, settings = f"{k}-peak-{peak}-warmup-{warmup}", {"peak_lr": PEAK_RATES[peak], "warmup": WARMUPS[warmup]}
+        # 5% of the 8 updates of a smoke run would be none.
         yield Arm(name=name, context=CONTEXTS[k], settings=settings, scaled={"smoke": {"warmup": 2}})
         yield Arm(name=f"{name}-mean-25", parent=name, at=1.0, settings=freeze(0.25))
 
 
 def _moments() -> Iterator[Arm]:
     """Yield a quarter of the heads frozen at other moments, with the mean pattern and with random ones."""
-    settings, trunk, early = freeze(0.25), control_trunk("4k"), "4k-mean-25-at-25"
+    random = freeze(0.25, pattern="structured_random")
     for at in (0.25, 0.4, 0.6, 0.75, 1.0):
-        place: Settings = {"parent": "4k-ordinary", "at": at}
-        random = freeze(0.25, pattern="structured_random")
-        yield Arm(name=f"4k-mean-25-at-{percent(at)}", settings=settings, **place)
-        yield Arm(name=f"4k-structured-random-25-at-{percent(at)}", settings=random, **place)
-    yield Arm(name=f"{early}-control", settings=settings, at=0.25, scaled=STRICT, parent=trunk, elsewhere=early)
+        branch = partial(Arm, parent="4k-ordinary", at=at)
+        yield branch(name=f"4k-mean-25-at-{percent(at)}", settings=freeze(0.25))
+        yield branch(name=f"4k-structured-random-25-at-{percent(at)}", settings=random)
+    early, trunk = "4k-mean-25-at-25", control_trunk("4k")
+    yield Arm(name=f"{early}-control", parent=trunk, at=0.25, settings=freeze(0.25), scaled=STRICT, elsewhere=early)
 
 
 PATTERNS: dict[str, Settings] = {
@@ -267,18 +289,16 @@ PATTERNS: dict[str, Settings] = {
 
 def _patterns() -> Iterator[Arm]:
     """Yield other patterns than the mean, whole storage, learned positions, trainable patterns."""
-    trunk: Settings = {"parent": "4k-ordinary"}
-    for pattern, settings in PATTERNS.items():
-        for name, rate in RATES.items():
-            yield Arm(name=f"4k-{pattern}-{name}", settings=freeze(rate, **settings), **trunk)
-    yield Arm(name="4k-dense-25", settings=freeze(0.25, storage="dense"), **trunk)
-    learned = "4k-learned-ordinary"
+    branch, learned = partial(Arm, parent="4k-ordinary"), "4k-learned-ordinary"
+    for (pattern, settings), rate in product(PATTERNS.items(), RATES):
+        yield branch(name=f"4k-{pattern}-{percent(rate)}", settings=freeze(rate, **settings))
+    yield branch(name="4k-dense-25", settings=freeze(0.25, storage="dense"))
+    yield branch(name="4k-residual-cosine-25", settings=freeze(0.25, score="residual_cosine"))
     yield Arm(name=learned, settings={"model_overrides": {"position": "learned"}})
     yield Arm(name="4k-learned-dense-25", parent=learned, settings=freeze(0.25, storage="dense"))
     yield Arm(name="4k-learned-mean-25", parent=learned, settings=freeze(0.25))
     trainable = freeze(0.25, trainable=True)
-    yield Arm(name="4k-trainable-25", settings=trainable, scaled=STRICT, parent=control_trunk("4k"))
-    yield Arm(name="4k-residual-cosine-25", settings=freeze(0.25, score="residual_cosine"), **trunk)
+    yield Arm(name="4k-trainable-25", parent=control_trunk("4k"), settings=trainable, scaled=STRICT)
 
 
 TRIGGERED_SMOKE = {"smoke": {"updates": 96, "peak_lr": 3e-2, "schedule": {"multiplier": 22.0}}}
@@ -286,29 +306,34 @@ TRIGGERED_SMOKE = {"smoke": {"updates": 96, "peak_lr": 3e-2, "schedule": {"multi
 
 
 def _schedules() -> Iterator[Arm]:
+    """Yield schedules of several events, and one-time arms that are compiled like them."""
+
     def events(name: str, rate: float = 0.5, **settings: Any) -> Settings:
         return {**freeze(rate), "schedule": {"name": name, **settings}}
 
-    trunk: Settings = {"parent": "4k-ordinary"}
+    branch = partial(Arm, parent="4k-ordinary")
     for rate in (0.25, 0.5):
-        yield Arm(name=f"4k-gradual-{percent(rate)}", settings=events("gradual", rate), **trunk)
+        yield branch(name=f"4k-gradual-{percent(rate)}", settings=events("gradual", rate))
     for budget in (0.01, 0.02):
         settings = events("validation_budget", budget=budget)
-        yield Arm(name=f"4k-validation-budget-{percent(budget)}", settings=settings, **trunk)
+        yield branch(name=f"4k-validation-budget-{percent(budget)}", settings=settings)
     for multiplier in (3.0, 1.5):
         name, settings = f"4k-train-loss-{multiplier}", events("train_loss", multiplier=multiplier)
         yield Arm(name=name, settings=settings, scaled=TRIGGERED_SMOKE if multiplier == 3.0 else {})
-        yield Arm(name=f"{name}-from-25", settings=settings, at=0.25, **trunk)
+        yield branch(name=f"{name}-from-25", settings=settings, at=0.25)
     yield Arm(name="4k-train-loss-1.5-to-25", settings=events("train_loss", 0.25, multiplier=1.5))
     # Runs of several events are compiled by layers; so are those that their time is compared with.
     ordinary = "4k-layerwise-ordinary"
     yield Arm(name=ordinary, scaled=LAYERWISE)
-    for name in ("25", "50"):
-        yield Arm(name=f"4k-layerwise-mean-{name}", parent=ordinary, settings=freeze(RATES[name]), scaled=LAYERWISE)
+    for rate in (0.25, 0.5):
+        name = f"4k-layerwise-mean-{percent(rate)}"
+        yield Arm(name=name, parent=ordinary, settings=freeze(rate), scaled=LAYERWISE)
 
 
 SCORES = ("forward_kl", "residual_cosine", "relative_output_change", "output_magnitude", "redundancy", "gate_taylor")
 GRADIENT_SCORES = ("qk_gradient", "rank_sum", "gradient_veto")
+SCORES_AT = {"1k": GRADIENT_SCORES, "4k": (*SCORES, *GRADIENT_SCORES), "8k": SCORES[:1], "16k": SCORES[:1]}
+"""Scores that are compared with the variance, by context: as in the paper, and all of them at 4K."""
 
 
 def tracked(k: str, score: str, rate: float) -> str:
@@ -318,72 +343,80 @@ def tracked(k: str, score: str, rate: float) -> str:
 
 def _scores() -> Iterator[Arm]:
     """Yield arms by other scores: they branch off a trunk that keeps the average which gradient scores read."""
-    for k, context in CONTEXTS.items():
+    for k, scores in SCORES_AT.items():
         trunk = f"{k}-tracked-ordinary"
-        yield Arm(name=trunk, context=context, settings={"track_gradients": True})
-        scores = {"1k": GRADIENT_SCORES, "4k": (*SCORES, *GRADIENT_SCORES)}.get(k, ("forward_kl",))
+        yield Arm(name=trunk, context=CONTEXTS[k], settings={"track_gradients": True})
         # Where the paper has gradient scores, at 1K, its patterns are whole.
-        stored = {"storage": "dense"} if k == "1k" else {}
-        for rate in (0.25, 0.5) if k != "1k" else (0.25,):
+        stored, rates = ({"storage": "dense"}, (0.25,)) if k == "1k" else ({}, (0.25, 0.5))
+        for rate in rates:
             yield Arm(name=tracked(k, "variance", rate), parent=trunk, settings=freeze(rate, **stored))
             for score in scores:
-                settings = freeze(rate, score=score, **stored)
-                yield Arm(name=tracked(k, score, rate), parent=trunk, settings=settings)
+                yield Arm(name=tracked(k, score, rate), parent=trunk, settings=freeze(rate, score=score, **stored))
 
 
-HALF_PAPER = {"paper": {"freeze": {"max_per_layer": 6}}}
-IDEAS: dict[str, tuple[Settings, dict[str, Any]]] = {
-    # Name: settings of the event, and what else is different.
-    "rewarm": ({}, {"settings": {"rewarm": 0.01}}),
-    "two-events": ({}, {"settings": {"schedule": {"name": "gradual", "groups": 2}}}),
-    "three-events": ({}, {"settings": {"schedule": {"name": "gradual", "groups": 3}}}),
-    "half-layer": ({"max_per_layer": 4}, {"scaled": HALF_PAPER}),
-    "at-40": ({}, {"at": 0.4}),
-    "at-25": ({}, {"at": 0.25}),
-    "at-25-half-layer": ({"max_per_layer": 4}, {"at": 0.25, "scaled": HALF_PAPER}),
-    "pruned": ({"operation": "prune"}, {}),
-    "gradient-pruned": ({"operation": "prune", "score": "qk_gradient"}, {}),
-    "at-25-pruned": ({"operation": "prune"}, {"at": 0.25}),
-}
-"""What else might lower the change at the same rate."""
-BOUGHT = {"freeze": speed(1.085, "124M on an H200, 4K"), "prune": speed(1.127, "124M on an H200, 4K")}
-"""Freezing earlier gives more updates their speed."""
+HALF_OF_12 = {"paper": {"freeze": {"max_per_layer": 6}}}
+"""Layers of the paper's model have 12 heads, those of other scales 8."""
 
 
-def _ideas() -> Iterator[Arm]:
-    trunk = "4k-tracked-ordinary"
+def _variants() -> Iterator[Arm]:
+    """Yield what else might lower the change of perplexity at the same rate."""
     for rate in (0.25, 0.5):
-        for idea, (event, others) in IDEAS.items():
-            arm = Arm(name=f"4k-tracked-{idea}-{percent(rate)}", parent=trunk, **others)
-            yield replace(arm, settings={**arm.settings, **freeze(rate, **event)})
-    for name, at, operation in (
-        *(("variance", 0.5, "freeze"), ("at-40", 0.4, "freeze"), ("at-25", 0.25, "freeze")),
-        *(("pruned", 0.5, "prune"), ("at-25-pruned", 0.25, "prune")),
+        for arm in (
+            Arm(name="rewarm", settings={**freeze(rate), "rewarm": 0.01}),
+            Arm(name="two-events", settings={**freeze(rate), "schedule": {"name": "gradual", "groups": 2}}),
+            Arm(name="three-events", settings={**freeze(rate), "schedule": {"name": "gradual", "groups": 3}}),
+            Arm(name="half-layer", settings=freeze(rate, max_per_layer=4), scaled=HALF_OF_12),
+            Arm(name="at-40", settings=freeze(rate), at=0.4),
+            Arm(name="at-25", settings=freeze(rate), at=0.25),
+            Arm(name="at-25-half-layer", settings=freeze(rate, max_per_layer=4), scaled=HALF_OF_12, at=0.25),
+            Arm(name="pruned", settings=prune(rate)),
+            Arm(name="gradient-pruned", settings=prune(rate, score="qk_gradient")),
+            Arm(name="at-25-pruned", settings=prune(rate), at=0.25),
+        ):
+            yield replace(arm, name=f"4k-tracked-{arm.name}-{percent(rate)}", parent="4k-tracked-ordinary")
+
+
+def _bought() -> Iterator[Arm]:
+    """Yield variants with the extra updates that their speed gives: the earlier the event, the more they are."""
+    frozen = {**speed(1.085, "124M on an H200, 4K"), **freeze(0.25, operation="freeze")}
+    pruned = {**speed(1.127, "124M on an H200, 4K"), **prune(0.25)}
+    for name, settings, at in (
+        ("variance", frozen, 0.5),
+        ("at-40", frozen, 0.4),
+        ("at-25", frozen, 0.25),
+        ("pruned", pruned, 0.5),
+        ("at-25-pruned", pruned, 0.25),
     ):
-        settings = {**BOUGHT[operation], **freeze(0.25, operation=operation)}
-        yield Arm(name=f"4k-tracked-{name}-25-bought", parent=trunk, at=at, match=trunk, settings=settings)
+        trunk = "4k-tracked-ordinary"
+        yield Arm(name=f"4k-tracked-{name}-25-bought", parent=trunk, match=trunk, at=at, settings=settings)
 
 
 # --- after a full run; 1B
 
-LATER_ARMS: dict[str, Settings] = {"ordinary": {}, "mean-25": freeze(0.25), "pruned-25": PRUNE, "gate-taylor-25": GATES}
+LATER_ARMS: dict[str, Settings] = {
+    "ordinary": {},
+    "mean-25": freeze(0.25),
+    "pruned-25": PRUNE,
+    "gate-taylor-25": prune(0.25, score="gate_taylor"),
+}
 
 
 def _later() -> Iterator[Arm]:
     """Yield half as many updates again on top of a full run, frozen or pruned before them."""
-    place: Settings = {"parent": control_trunk("4k"), "at": 1.0, "more": 0.5}
-    for end in ("", "-time"):
-        for name, settings in LATER_ARMS.items():
-            kind = "freeze" if name == "mean-25" else "prune"
-            speeds = {} if not end else SAME_SPEED if name == "ordinary" else matched("4k", kind, 0.25)
-            yield Arm(
-                **{"name": f"later-{name}{end}", "settings": {**LATER, **settings}, **place},
-                match="later-ordinary" if end else None,
-                heads="later-mean-25" if name == "pruned-25" else None,
-                scaled=merged(LATER_SCALED, HELD_OUT if settings else {}, speeds),
-            )
+    after = partial(Arm, parent=control_trunk("4k"), at=1.0, more=0.5)
+    for name, event in LATER_ARMS.items():
+        arm = after(
+            name=f"later-{name}",
+            settings={**LATER, **event},
+            scaled=merged(LATER_SCALED, HELD_OUT if event else {}),
+            heads="later-mean-25" if name == "pruned-25" else None,
+        )
+        kind = "freeze" if name == "mean-25" else "prune"
+        speeds = matched("4k", kind, 0.25) if event else SAME_SPEED
+        yield arm
+        yield replace(arm, name=f"{arm.name}-time", match="later-ordinary", scaled=merged(arm.scaled, speeds))
     more = {**LATER, **MORE_TOKENS}
-    yield Arm(name="later-ordinary-more", settings=more, scaled=LATER_SCALED, match="later-ordinary", **place)
+    yield after(name="later-ordinary-more", settings=more, scaled=LATER_SCALED, match="later-ordinary")
     yield Arm(
         name="pruned-from-start",
         more=0.5,
@@ -395,20 +428,26 @@ def _later() -> Iterator[Arm]:
 
 def _one_billion() -> Iterator[Arm]:
     """Yield the arms of 1B, which other scales have at their own size."""
+    branch = partial(Arm, parent="1b-ordinary")
     yield Arm(name="1b-ordinary", context=8_192, scaled={"paper": ONE_BILLION}, elsewhere="8k-ordinary")
-    for name in ("25", "50"):
-        settings, elsewhere = freeze(RATES[name]), f"8k-mean-{name}"
-        yield Arm(name=f"1b-mean-{name}", parent="1b-ordinary", settings=settings, elsewhere=elsewhere)
-    yield Arm(name="1b-gate-taylor-25", parent="1b-ordinary", settings=GATES)
+    for rate in (0.25, 0.5):
+        yield branch(name=f"1b-mean-{percent(rate)}", settings=freeze(rate), elsewhere=f"8k-mean-{percent(rate)}")
+    yield branch(name="1b-gate-taylor-25", settings=prune(0.25, score="gate_taylor"))
 
 
 # --- finetuning
 
 RECALL_SMOKE = {
-    **{"updates": 2, "batch_size": 4},
+    "updates": 2,
+    "batch_size": 4,
     "mqar": {
-        **{"length": 32, "pairs": 2, "vocabulary": 64, "test_lengths": (32, 32), "test_pairs": (2, 4)},
-        **{"test_examples": 4, "development": 4},
+        "length": 32,
+        "pairs": 2,
+        "vocabulary": 64,
+        "test_lengths": (32, 32),
+        "test_pairs": (2, 4),
+        "test_examples": 4,
+        "development": 4,
     },
 }
 TASK_SMOKE = {"batch_size": 4, "accumulation": 1, "epochs": 1, "most_examples": 64}
@@ -419,22 +458,28 @@ RECOVERY = (0, 50, 200, 500)
 def _tuned(
     group: str, parents: Mapping[str, str], task: str, own: Mapping[str, Settings] | None = None, **others: Any
 ) -> Iterator[Arm]:
-    """Yield a task's arms GROUP-MODEL on the parents of models; but for the first, each is like the ordinary one."""
-    smoke = {"smoke": RECALL_SMOKE if task == "mqar" else TASK_SMOKE}
+    """Yield a task's arms GROUP-MODEL on the parents of models; but for the first, each is like the ordinary one.
+
+    `own` has the settings of the ordinary arm by scale, `others` further fields of every arm.
+    """
+    ordinary, smoke = f"{group}-ordinary", {"smoke": RECALL_SMOKE if task == "mqar" else TASK_SMOKE}
     for model, parent in parents.items():
-        ordinary = model == "ordinary"
-        like, scaled = (None, merged(own or {}, smoke)) if ordinary else (f"{group}-ordinary", {})
-        yield Arm(name=f"{group}-{model}", parent=parent, task=task, like=like, scaled=scaled, **others)
+        tuned = partial(Arm, name=f"{group}-{model}", parent=parent, task=task, **others)
+        yield tuned(scaled=merged(own or {}, smoke)) if model == "ordinary" else tuned(like=ordinary)
 
 
 def _recovered(group: str, parent: str, models: Mapping[str, Settings], **others: Any) -> Iterator[Arm]:
     """Yield a model that has learnt recall, whose heads are replaced and which goes on with new examples."""
-    for model, settings in models.items():
+    for model, event in models.items():
         yield Arm(
-            **{"name": f"{group}-{model}", "parent": parent, "task": "mqar", "reseed": 1_000, **others},
+            name=f"{group}-{model}",
+            parent=parent,
+            task="mqar",
+            reseed=1_000,
             heads=f"{group}-mean-25" if model == "pruned-25" else None,
-            settings={"updates": RECOVERY[-1], "report_at": RECOVERY, **settings},
+            settings={"updates": RECOVERY[-1], "report_at": RECOVERY, **event},
             scaled={"smoke": {"updates": 4, "report_at": (0, 1, 2, 4)}},
+            **others,
         )
 
 
@@ -453,41 +498,45 @@ SMALL_TASKS: dict[str, dict[str, Settings]] = {
     "sst2": {"small": {"batch_size": 32, "most_examples": 16_384}},
     "boolq": {"small": {"batch_size": 32}},
 }
-_LONG = {"batch_size": 4, "accumulation": 4}
-DOWNSTREAM: dict[str, tuple[str, str, Mapping[str, Settings]]] = {
-    # Task: its name, context, settings by scale.
-    "sst2": ("sst2", "4k", {"paper": {"batch_size": 256}, **SMALL_TASKS["sst2"]}),
-    "boolq": ("boolq", "4k", {"paper": {"batch_size": 64}, **SMALL_TASKS["boolq"]}),
-    "quality": ("quality", "16k", {scale: {**_LONG, "max_tokens": 16_384} for scale in ALL}),
+_QUALITY: Settings = {"batch_size": 4, "accumulation": 4}
+_QUALITY_16K: Settings = {**_QUALITY, "max_tokens": 16_384}
+DOWNSTREAM: dict[str, tuple[str, Mapping[str, Settings]]] = {
+    # Task: context, settings by scale.
+    "sst2": ("4k", {"paper": {"batch_size": 256}, **SMALL_TASKS["sst2"]}),
+    "boolq": ("4k", {"paper": {"batch_size": 64}, **SMALL_TASKS["boolq"]}),
+    "quality": ("16k", dict.fromkeys(ALL, _QUALITY_16K)),
+}
+DURING = {
+    "one-time": {"name": "one_time", "at": 0.5},
+    "train-loss": {"name": "train_loss"},
+    "after": {"name": "one_time", "at": 1.0},
+}
+"""Schedules of replacement while a model is finetuned, by the ending of their arms."""
+ONE_BILLION_TASKS: dict[str, Mapping[str, Settings]] = {
+    "sst2": {"paper": {"batch_size": 128}, **SMALL_TASKS["sst2"]},
+    "boolq": {"paper": {"batch_size": 32}, **SMALL_TASKS["boolq"]},
+    "quality": dict.fromkeys(ALL, _QUALITY),
 }
 
 
 def _downstream() -> Iterator[Arm]:
-    """Yield finetuning on questions: one checkpoint of each arm with three seeds, but where said otherwise."""
-    for title, (task, k, own) in DOWNSTREAM.items():
+    """Yield finetuning on questions: one checkpoint of each arm with three seeds."""
+    for task, (k, own) in DOWNSTREAM.items():
         parents = {model: f"{k}-{model}" for model in ("ordinary", "mean-25", "mean-50")}
-        yield from _tuned(f"downstream-{title}", parents, task, own, varies="task")
-    schedules = {
-        "one-time": {"name": "one_time", "at": 0.5},
-        "train-loss": {"name": "train_loss"},
-        "after": {"name": "one_time", "at": 1.0},
-    }
-    for task, own in SMALL_TASKS.items():
-        parents = dict.fromkeys(("ordinary", *schedules), "4k-ordinary")
-        for arm in _tuned(f"during-{task}", parents, task, own, varies="task"):
-            if (schedule := schedules.get(arm.name.removeprefix(f"during-{task}-"))) is None:
-                yield arm
-            else:
-                settings, smoke = {**freeze(0.25), "schedule": schedule}, {"smoke": {"calibration_sequences": 4}}
-                yield replace(arm, settings=settings, scaled=smoke)
-    billion = {
-        "sst2": {"paper": {"batch_size": 128}, **SMALL_TASKS["sst2"]},
-        "boolq": {"paper": {"batch_size": 32}, **SMALL_TASKS["boolq"]},
-        "quality": dict.fromkeys(ALL, _LONG),
-    }
-    parents = {model: f"1b-{model}" for model in ("ordinary", "mean-25", "gate-taylor-25", "mean-50")}
-    for task, own in billion.items():
+        yield from _tuned(f"downstream-{task}", parents, task, own, varies="task")
+    for task, own in ONE_BILLION_TASKS.items():
+        parents = {model: f"1b-{model}" for model in ("ordinary", "mean-25", "gate-taylor-25", "mean-50")}
         yield from _tuned(f"1b-{task}", parents, task, own, varies="task")
+
+
+def _during() -> Iterator[Arm]:
+    """Yield a quarter of the heads frozen while an ordinary checkpoint is finetuned."""
+    smoke = {"smoke": {"calibration_sequences": 4}}
+    for task, own in SMALL_TASKS.items():
+        yield from _tuned(f"during-{task}", {"ordinary": "4k-ordinary"}, task, own, varies="task")
+        for ending, schedule in DURING.items():
+            (arm,) = _tuned(f"during-{task}", {ending: "4k-ordinary"}, task, varies="task")
+            yield replace(arm, settings={**freeze(0.25), "schedule": schedule}, scaled=smoke)
 
 
 def _pruning_downstream() -> Iterator[Arm]:
@@ -495,12 +544,11 @@ def _pruning_downstream() -> Iterator[Arm]:
     midpoint = {model: f"4k-{model}-time" for model in ("ordinary", "mean-25", "mean-50", "pruned-25", "pruned-50")}
     tokens = {name: f"later-{name}" for name in LATER_ARMS} | {"from-start": "pruned-from-start"}
     time = {name: f"later-{name}-time" for name in LATER_ARMS}
-    for group, parents, varies in (
-        *(("midpoint", midpoint, "pretraining"), ("later-tokens", tokens, "pretraining")),
-        *(("later-time", time, "task"), ("later-time-pretraining", time, "pretraining")),
-    ):
-        for task, own in SMALL_TASKS.items():
-            yield from _tuned(f"{group}-{task}", parents, task, own, varies=varies)
+    for task, own in SMALL_TASKS.items():
+        yield from _tuned(f"midpoint-{task}", midpoint, task, own)
+        yield from _tuned(f"later-tokens-{task}", tokens, task, own)
+        yield from _tuned(f"later-time-{task}", time, task, own, varies="task")
+        yield from _tuned(f"later-time-pretraining-{task}", time, task, own)
 
 
 STAGE_MODELS = {"ordinary": {}, "mean-25": freeze(0.25), "pruned-25": PRUNE}
@@ -517,8 +565,7 @@ def _stages() -> Iterator[Arm]:
     """Yield whole chains, a seed each: pretraining, tasks, and replacement after recall was learnt."""
     parents = {model: f"4k-{model}" for model in STAGE_MODELS}
     for task, settings in STAGE_TASKS.items():
-        own = dict.fromkeys(ALL, settings)
-        yield from _tuned(f"stages-{task}", parents, task, own, varies="both")
+        yield from _tuned(f"stages-{task}", parents, task, dict.fromkeys(ALL, settings), varies="both")
     yield from _recovered("stages-recovery", "stages-mqar-ordinary", STAGE_MODELS, varies="both")
 
 
@@ -529,10 +576,11 @@ OWN_ARMS: list[Arm] = []
 @cache
 def arms() -> dict[str, Arm]:
     """Return all arms by name; raise InputError where two have one name."""
-    families = (_contexts, _exponential, _answer, _peak_rates, _moments, _patterns, _schedules, _scores, _ideas)
-    families += (_later, _one_billion, _recall, _downstream, _pruning_downstream, _stages)
+    pretrained = (_contexts, _exponential, _answer, _peak_rates, _moments, _patterns, _schedules, _scores)
+    further = (_variants, _bought, _later, _one_billion)
+    finetuned = (_recall, _downstream, _during, _pruning_downstream, _stages)
     by_name: dict[str, Arm] = {}
-    for arm in (*(arm for family in families for arm in family()), *OWN_ARMS):
+    for arm in (*(arm for family in (*pretrained, *further, *finetuned) for arm in family()), *OWN_ARMS):
         if by_name.setdefault(arm.name, arm) is not arm:
             raise InputError(f"two arms are called {arm.name!r} in experiments/arms.py; give one another name")
     return by_name

@@ -36,7 +36,7 @@ def _timed_numbers(task: str, rate: float) -> list[Number]:
 
 def _updates(task: str) -> Measurement:
     """Return the measurement that times finetuning updates in pairs."""
-    _, k, settings = DOWNSTREAM[task]
+    k, settings = DOWNSTREAM[task]
     return Measurement(
         name=f"updates on {TITLES[task]}",
         does="benchmarks.finetuning",
