@@ -133,43 +133,27 @@ def _meets(value: Any, condition: Any) -> bool:
     return value in condition if isinstance(condition, frozenset) else value == condition
 
 
-def speedup(
-    title: str,
-    rate: float,
-    point: tuple[int, int],
-    paper: str | None,
-    *,
-    backend: str = "toeplitz",
-    way: str = "update",
-    mean: bool = False,
-) -> Number:
-    """Return the accepted ratio, baseline's time over an arm's, at a point: tokens of context, sequences.
-
-    It is the median over pairs, or with `mean` their mean with its standard error.
-    """
-    shape = {"length": point[0], "batch_size": point[1]}
-    entry = {"backend": backend, "rate": rate, "variant": way, "refused": False, "point": shape}
-    if mean:
-        return Number(title=title, path=("rows", entry, "pair_ms"), paper=paper, places=4, of="pairs")
-    return Number(title=title, path=("rows", entry, "ratio"), paper=paper)
-
-
-def peak_change(
-    title: str, rate: float, point: tuple[int, int], paper: str | None, *, backend: str = "toeplitz"
-) -> Number:
-    """Return the change of an arm's peak memory against the ordinary one, %, at a point."""
-    entry = {"backend": backend, "rate": rate, "point": {"length": point[0], "batch_size": point[1]}}
-    return Number(title=title, path=("memory", entry, "change_percent"), paper=paper, places=2, signed=True)
-
-
 SMOKE: Mapping[str, Any] = {
-    **{"sequences": 4, "windows": 2, "heldout_sequences": 2, "points": ("32x2",), "memory": False},
-    **{"fresh": False, "graphs": "off", "precisions": ("fp32",), "dtype": "fp32"},
+    "sequences": 4,
+    "windows": 2,
+    "heldout_sequences": 2,
+    "points": ("32x2",),
+    "memory": False,
+    "fresh": False,
+    "graphs": "off",
+    "precisions": ("fp32",),
+    "dtype": "fp32",
 }
 """Flags at the smoke scale, of measurements that set them."""
 SMOKE_BENCH: Mapping[str, Any] = {
-    **{"model": "tiny", "rates": (0.5,), "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0},
-    **{"profile": False, "others": ()},
+    "model": "tiny",
+    "rates": (0.5,),
+    "pairs": 2,
+    "warmup": 1,
+    "repeats": 1,
+    "tolerance": 10.0,
+    "profile": False,
+    "others": (),
 }
 """Further flags of every benchmark of speed there; its times mean nothing."""
 
