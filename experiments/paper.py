@@ -21,6 +21,30 @@ class Source:
         return f"Paper, {self.label}: {self.conditions}."
 
 
+# --- text as data
+
+
+def split_words(text: str) -> tuple[str, ...]:
+    """Return the words of a text: a long list of names, written without quotation marks."""
+    return tuple(text.split())
+
+
+def lines(text: str, *more: str) -> list[dict[str, str]]:
+    """Return the cells of each line of a table by the names of its first line; "|" parts them, empty ones are out.
+
+    `more` are further columns of the same lines.
+    """
+    names, *body = (
+        [cell.strip() for cell in line.split("|")] for line in text.strip("\n").splitlines() if line.strip()
+    )
+    if wrong := [line for line in body if len(line) != len(names)]:
+        raise ValueError(f"a row must have the {len(names)} cells of {' | '.join(names)}, got {' | '.join(wrong[0])}")
+    table = [{name: cell for name, cell in zip(names, line, strict=True) if cell} for line in body]
+    return [line | others for line, others in zip(table, lines(*more), strict=True)] if more else table
+
+
+# --- where numbers stand
+
 _FLASH = "GH200, bfloat16, ordinary heads on flash attention"
 QUALITY = Source(
     "tab:main-results", "perplexity of 124M, mean ± SE of three seeds, 5,000 updates of 491,520 tokens, frozen halfway"
@@ -52,39 +76,23 @@ IMPLEMENTATION = Source(
 )
 GEOMETRY = Source("tab:prior-geometry-correlation", "124M at 4K; five patterns within each rate")
 
-TABLES = (
-    *("fixed-token-controls-main", "main-results", "scale-up-results", "prior-geometry-correlation"),
-    *("selector-diagnostic", "kl-continuation-selector", "decision-points", "timing-main", "schedule-details"),
-    *("schedule-confirmation", "training-systems-details", "fixed-token-controls-full", "intervention-costs"),
-    *("pattern-controls", "equal-time-controls", "pruning-additional-training", "pruning-downstream", "mqar-complete"),
-    *("pruning-native-systems", "pruning-prefill", "downstream-details", "finetuning-schedules", "scale-up-systems"),
-    *("scale-up-downstream", "qwen-zeroshot", "qwen-prefill-details", "implementation-validation", "gradient-errors"),
-    *("prefill-latency", "resource-licences"),
-)
+TABLES = split_words("""
+    fixed-token-controls-main main-results scale-up-results prior-geometry-correlation selector-diagnostic
+    kl-continuation-selector decision-points timing-main schedule-details schedule-confirmation
+    training-systems-details fixed-token-controls-full intervention-costs pattern-controls equal-time-controls
+    pruning-additional-training pruning-downstream mqar-complete pruning-native-systems pruning-prefill
+    downstream-details finetuning-schedules scale-up-systems scale-up-downstream qwen-zeroshot qwen-prefill-details
+    implementation-validation gradient-errors prefill-latency resource-licences
+""")
 """Labels of the paper's tables in the order of their numbers, without "tab:"."""
-FIGURES = (
-    *("overview", "compact-kernel", "prior-quality", "systems-across-stages", "mqar-generalisation"),
-    *("qwen-pretrained-tasks", "head-selection-profiles", "replacement-recovery", "attention-entry-distributions"),
-    "dirichlet-umap",
-)
+FIGURES = split_words("""
+    overview compact-kernel prior-quality systems-across-stages mqar-generalisation qwen-pretrained-tasks
+    head-selection-profiles replacement-recovery attention-entry-distributions dirichlet-umap
+""")
 NUMBERED = {f"tab:{label}": f"Table {number}" for number, label in enumerate(TABLES, 1)}
 NUMBERED |= {f"fig:{label}": f"Figure {number}" for number, label in enumerate(FIGURES, 1)}
 NUMBERED["tab:representation-details"] = NUMBERED["tab:implementation-validation"]
 """Numbers by label; two labels are of one table."""
-
-
-def lines(text: str, *more: str) -> list[dict[str, str]]:
-    """Return the cells of each line of a table by the names of its first line; "|" parts them, empty ones are out.
-
-    `more` are further columns of the same lines.
-    """
-    names, *body = (
-        [cell.strip() for cell in line.split("|")] for line in text.strip("\n").splitlines() if line.strip()
-    )
-    if wrong := [line for line in body if len(line) != len(names)]:
-        raise ValueError(f"a row must have the {len(names)} cells of {' | '.join(names)}, got {' | '.join(wrong[0])}")
-    table = [{name: cell for name, cell in zip(names, line, strict=True) if cell} for line in body]
-    return [line | others for line, others in zip(table, lines(*more), strict=True)] if more else table
 
 
 # --- speed and memory

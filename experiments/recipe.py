@@ -19,6 +19,8 @@ from saf.errors import InputError, did_you_mean
 
 COLUMNS = ("arm", "label", "reference", "against")
 """Columns of a table of rows, beside those of companions and metrics."""
+FLAGS = ("first_seed", "retired")
+"""Columns of yes or no, where a cell with any text is a yes."""
 COMPANIONS = ("tokens", "measured_time", "more_tokens")
 """Further arms of a row: its own at matched tokens and at measured time, and an ordinary one with more tokens."""
 
@@ -47,13 +49,14 @@ class Row:
 def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
     """Return the rows of a table as text, a line each below a head; "|" parts cells, and empty ones are left out.
 
-    Columns are `arm`, `label`, `reference`, `against`, the names of `COMPANIONS`, and metrics, whose cells are the
-    paper's numbers. `more` are further columns of the same rows; `shared` are cells of every row.
+    Columns are those of `COLUMNS`, `FLAGS` and `COMPANIONS`, and metrics, whose cells are the paper's numbers. `more`
+    are further columns of the same rows; `shared` are cells of every row.
     """
     table = []
     for line in lines(text, *more):
         cells: dict[str, Any] = {"label": "", **shared, **line}
-        own = {name: cells.pop(name) for name in (*COLUMNS, "first_seed") if name in cells}
+        own = {name: cells.pop(name) for name in COLUMNS if name in cells}
+        own |= {name: bool(cells.pop(name)) for name in FLAGS if name in cells}
         companions = {name: cells.pop(name) for name in COMPANIONS if name in cells}
         table.append(Row(**own, companions=companions, paper=cells))
     return tuple(table)

@@ -3,9 +3,11 @@
 Of an arm's name, `k` is the context, such as "4k", and the number the rate in percent.
 """
 
-from experiments.arms import GRADIENT_SCORES, SCORES, percent, tracked
+from collections.abc import Iterator
+
+from experiments.arms import tracked
 from experiments.measurements import Measurement, Number, Reference, changes, checkpoint
-from experiments.paper import GEOMETRY_CORRELATIONS, QUALITY, Source
+from experiments.paper import GEOMETRY_CORRELATIONS, QUALITY, Source, lines, split_words
 from experiments.recipe import Figure, Recipe, Row, rows
 
 RECIPES: dict[str, Recipe] = {}
@@ -254,42 +256,48 @@ RECIPES["rates_and_patterns"] = Recipe(
 
 # --- scores
 
-# The paper's change of perplexity with heads chosen by variance, that by forward KL, and their difference.
-_BY_SCORE = {
-    ("4k", 0.25): ("+0.665", "+1.068", "+0.402"),
-    ("4k", 0.5): ("+2.649", "+3.554", "+0.905"),
-    ("8k", 0.25): ("+0.557", "+0.836", "+0.279"),
-    ("8k", 0.5): ("+2.191", "+2.988", "+0.797"),
-    ("16k", 0.25): ("+0.474", "+0.876", "+0.402"),
-    ("16k", 0.5): ("+1.802", "+2.417", "+0.615"),
-}
-# The paper's perplexities at 1K and 25%, by score.
-_AT_1K = {"variance": "26.568", "qk_gradient": "26.558", "rank_sum": "26.627", "gradient_veto": "26.607"}
+_SELECTED = lines("""
+    k   | score                  | rate | perplexity | delta  | difference | perplexity_difference
+    4k  | variance               | 0.25 |            | +0.665 |            |
+    4k  | forward_kl             | 0.25 |            | +1.068 | +0.402     |
+    4k  | variance               | 0.5  |            | +2.649 |            |
+    4k  | forward_kl             | 0.5  |            | +3.554 | +0.905     |
+    4k  | residual_cosine        | 0.25 |            | +0.792 |            | +0.126
+    4k  | relative_output_change | 0.25 |            |        |            |
+    4k  | output_magnitude       | 0.25 |            |        |            |
+    4k  | redundancy             | 0.25 |            |        |            |
+    4k  | gate_taylor            | 0.25 |            |        |            |
+    4k  | qk_gradient            | 0.25 |            |        |            |
+    4k  | rank_sum               | 0.25 |            |        |            |
+    4k  | gradient_veto          | 0.25 |            |        |            |
+    8k  | variance               | 0.25 |            | +0.557 |            |
+    8k  | forward_kl             | 0.25 |            | +0.836 | +0.279     |
+    8k  | variance               | 0.5  |            | +2.191 |            |
+    8k  | forward_kl             | 0.5  |            | +2.988 | +0.797     |
+    16k | variance               | 0.25 |            | +0.474 |            |
+    16k | forward_kl             | 0.25 |            | +0.876 | +0.402     |
+    16k | variance               | 0.5  |            | +1.802 |            |
+    16k | forward_kl             | 0.5  |            | +2.417 | +0.615     |
+    1k  | variance               | 0.25 | 26.568     |        |            |
+    1k  | qk_gradient            | 0.25 | 26.558     |        |            |
+    1k  | rank_sum               | 0.25 | 26.627     |        |            |
+    1k  | gradient_veto          | 0.25 | 26.607     |        |            |
+""")
 
 
-def _scored(k: str, score: str, rate: float, **paper: str) -> Row:
-    """Return the row of a score at a context and rate; `paper` has the paper's numbers by metric."""
-    return Row(
-        arm=tracked(k, score, rate),
-        label=f"{k.upper()} {score.replace('_', ' ')} {rate:.0%}",
-        reference=f"{k}-tracked-ordinary",
-        against=None if score == "variance" else tracked(k, "variance", rate),
-        paper=paper,
-    )
-
-
-def _selected(k: str) -> tuple[Row, ...]:
-    """Return the rows of a context: ordinary, variance and forward KL, and at 4K every other score."""
-    table = [Row(arm=f"{k}-tracked-ordinary", label=f"{k.upper()} ordinary")]
-    for rate in (0.25, 0.5):
-        variance, forward_kl, difference = _BY_SCORE[k, rate]
-        table.append(_scored(k, "variance", rate, delta=variance))
-        table.append(_scored(k, "forward_kl", rate, delta=forward_kl, difference=difference))
-    if k == "4k":
-        # Of these scores, the paper has only the residual cosine at 4K; it has gradient scores at 1K (`_AT_1K`).
-        quoted = {"residual_cosine": {"delta": "+0.792", "perplexity_difference": "+0.126"}}
-        table += [_scored(k, score, 0.25, **quoted.get(score, {})) for score in (*SCORES[1:], *GRADIENT_SCORES)]
-    return tuple(table)
+def _selected(k: str, **ordinary: str) -> Iterator[Row]:
+    """Yield the rows of a context; `ordinary` has the paper's numbers of its ordinary model."""
+    trunk = f"{k}-tracked-ordinary"
+    yield Row(arm=trunk, label=f"{k.upper()} ordinary", paper=ordinary)
+    for line in (line for line in _SELECTED if line["k"] == k):
+        score, rate = line["score"], float(line["rate"])
+        yield Row(
+            arm=tracked(k, score, rate),
+            label=f"{k.upper()} {score.replace('_', ' ')} {rate:.0%}",
+            reference=trunk,
+            against=None if score == "variance" else tracked(k, "variance", rate),
+            paper={name: text for name, text in line.items() if name not in ("k", "score", "rate")},
+        )
 
 
 RECIPES["selectors"] = Recipe(
@@ -301,9 +309,10 @@ RECIPES["selectors"] = Recipe(
     ),
     also=("app:head-selection-analysis",),
     rows=(
-        *(row for k in ("4k", "8k", "16k") for row in _selected(k)),
-        Row(arm="1k-tracked-ordinary", label="1K ordinary", paper={"perplexity": "26.382"}),
-        *(_scored("1k", score, 0.25, perplexity=text) for score, text in _AT_1K.items()),
+        *_selected("4k"),
+        *_selected("8k"),
+        *_selected("16k"),
+        *_selected("1k", perplexity="26.382"),
     ),
     metrics=("perplexity", "delta", "difference", "perplexity_difference", "heads"),
     headline=("delta", "difference", "perplexity_difference"),
@@ -320,71 +329,62 @@ RECIPES["selectors"] = Recipe(
 
 # --- variants that may cost less perplexity at the same rate
 
-_TRACKED = "4k-tracked-ordinary"
-_IDEAS = {
-    "the paper's method": "variance",
-    "Q/K gradient": "qk-gradient",
-    "residual cosine": "residual-cosine",
-    "rank sum": "rank-sum",
-    "alpha constant after 16 keys": "flat",
-    "rate rises again": "rewarm",
-    "two events": "two-events",
-    "three events": "three-events",
-    "at most half of a layer": "half-layer",
-    "at 40% of training": "at-40",
-    "at 25% of training": "at-25",
-    "variance, pruned": "pruned",
-    "Q/K gradient, pruned": "gradient-pruned",
-    "at 25% of training, at most half of a layer": "at-25-half-layer",
-    "at 25% of training, pruned": "at-25-pruned",
-    "gradient veto": "gradient-veto",
-    "relative output change": "relative-output-change",
-}
-"""Variants by their labels; the values stand in arms' names."""
-_AT_HALF = (
-    *("the paper's method", "Q/K gradient", "residual cosine", "variance, pruned", "Q/K gradient, pruned"),
-    *("at most half of a layer", "at 25% of training", "at 25% of training, pruned"),
-)
-"""Variants that are run at 50% too."""
-_BOUGHT = (
-    *("the paper's method", "at 40% of training", "at 25% of training", "variance, pruned"),
-    "at 25% of training, pruned",
-)
-"""Variants that are run again with the extra updates that their speedup buys: arms with the ending `-bought`."""
-
-
-def _varied(idea: str, rate: float, *, bought: bool = False) -> Row:
-    """Return a variant's row, with `bought` that of its run with extra tokens."""
-    is_baseline = idea == "the paper's method"
-    end, words = f"-{percent(rate)}", ""
-    if bought:
-        end, words = f"{end}-bought", " with extra tokens for its speedup"
-    quoted = {"delta": {0.25: "+0.768 ± 0.067", 0.5: "+2.492 ± 0.083"}[rate]} if is_baseline and not bought else {}
-    return Row(
-        arm=f"4k-tracked-{_IDEAS[idea]}{end}",
-        label=f"{idea}{words}, {rate:.0%}",
-        reference=_TRACKED,
-        against=None if is_baseline else f"4k-tracked-variance{end}",
-        retired=_IDEAS[idea] == "flat",  # it was no better, and fits cannot hold alpha constant any more
-        paper=quoted,
-    )
-
+# The retired variant was no better, and fits cannot hold alpha constant any more.
+_VARIANTS_25 = """
+    arm                                  | label                                            | against                | retired | delta
+    4k-tracked-variance-25               | the paper's method, 25%                          |                        |         | +0.768 ± 0.067
+    4k-tracked-qk-gradient-25            | Q/K gradient, 25%                                | 4k-tracked-variance-25 |         |
+    4k-tracked-residual-cosine-25        | residual cosine, 25%                             | 4k-tracked-variance-25 |         |
+    4k-tracked-rank-sum-25               | rank sum, 25%                                    | 4k-tracked-variance-25 |         |
+    4k-tracked-flat-25                   | alpha constant after 16 keys, 25%                | 4k-tracked-variance-25 | yes     |
+    4k-tracked-rewarm-25                 | rate rises again, 25%                            | 4k-tracked-variance-25 |         |
+    4k-tracked-two-events-25             | two events, 25%                                  | 4k-tracked-variance-25 |         |
+    4k-tracked-three-events-25           | three events, 25%                                | 4k-tracked-variance-25 |         |
+    4k-tracked-half-layer-25             | at most half of a layer, 25%                     | 4k-tracked-variance-25 |         |
+    4k-tracked-at-40-25                  | at 40% of training, 25%                          | 4k-tracked-variance-25 |         |
+    4k-tracked-at-25-25                  | at 25% of training, 25%                          | 4k-tracked-variance-25 |         |
+    4k-tracked-pruned-25                 | variance, pruned, 25%                            | 4k-tracked-variance-25 |         |
+    4k-tracked-gradient-pruned-25        | Q/K gradient, pruned, 25%                        | 4k-tracked-variance-25 |         |
+    4k-tracked-at-25-half-layer-25       | at 25% of training, at most half of a layer, 25% | 4k-tracked-variance-25 |         |
+    4k-tracked-at-25-pruned-25           | at 25% of training, pruned, 25%                  | 4k-tracked-variance-25 |         |
+    4k-tracked-gradient-veto-25          | gradient veto, 25%                               | 4k-tracked-variance-25 |         |
+    4k-tracked-relative-output-change-25 | relative output change, 25%                      | 4k-tracked-variance-25 |         |
+"""  # noqa: E501
+_VARIANTS_50 = """
+    arm                           | label                           | against                | delta
+    4k-tracked-variance-50        | the paper's method, 50%         |                        | +2.492 ± 0.083
+    4k-tracked-qk-gradient-50     | Q/K gradient, 50%               | 4k-tracked-variance-50 |
+    4k-tracked-residual-cosine-50 | residual cosine, 50%            | 4k-tracked-variance-50 |
+    4k-tracked-pruned-50          | variance, pruned, 50%           | 4k-tracked-variance-50 |
+    4k-tracked-gradient-pruned-50 | Q/K gradient, pruned, 50%       | 4k-tracked-variance-50 |
+    4k-tracked-half-layer-50      | at most half of a layer, 50%    | 4k-tracked-variance-50 |
+    4k-tracked-at-25-50           | at 25% of training, 50%         | 4k-tracked-variance-50 |
+    4k-tracked-at-25-pruned-50    | at 25% of training, pruned, 50% | 4k-tracked-variance-50 |
+"""
+# With the extra updates that their speedup buys.
+_WITH_EXTRA_TOKENS = """
+    arm                               | label                                                             | against
+    4k-tracked-variance-25-bought     | the paper's method with extra tokens for its speedup, 25%         |
+    4k-tracked-at-40-25-bought        | at 40% of training with extra tokens for its speedup, 25%         | 4k-tracked-variance-25-bought
+    4k-tracked-at-25-25-bought        | at 25% of training with extra tokens for its speedup, 25%         | 4k-tracked-variance-25-bought
+    4k-tracked-pruned-25-bought       | variance, pruned with extra tokens for its speedup, 25%           | 4k-tracked-variance-25-bought
+    4k-tracked-at-25-pruned-25-bought | at 25% of training, pruned with extra tokens for its speedup, 25% | 4k-tracked-variance-25-bought
+"""  # noqa: E501
 
 RECIPES["better"] = Recipe(
     title="Variants of the paper's method",
     source=QUALITY,
     rows=(
-        Row(arm=_TRACKED, label="ordinary"),
-        *(_varied(idea, 0.25) for idea in _IDEAS),
-        *(_varied(idea, 0.5) for idea in _AT_HALF),
-        *(_varied(idea, 0.25, bought=True) for idea in _BOUGHT),
+        Row(arm="4k-tracked-ordinary", label="ordinary"),
+        *rows(_VARIANTS_25, reference="4k-tracked-ordinary"),
+        *rows(_VARIANTS_50, reference="4k-tracked-ordinary"),
+        *rows(_WITH_EXTRA_TOKENS, reference="4k-tracked-ordinary"),
     ),
     metrics=("perplexity", "delta", "difference", "loss_increase", "extra_tokens", "context_gain", "heads"),
     headline=("delta", "difference", "loss_increase", "extra_tokens"),
-    smoke=(
-        *("4k-tracked-qk-gradient-25", "4k-tracked-rewarm-25", "4k-tracked-two-events-25"),
-        "4k-tracked-variance-25",
-    ),
+    smoke=split_words("""
+        4k-tracked-qk-gradient-25 4k-tracked-rewarm-25 4k-tracked-two-events-25 4k-tracked-variance-25
+    """),
     notes=(
         "The difference is from the paper's method at the same rate; below zero is better.",
         "Results of seed 1337 decided which arms were run with more seeds, so it biases the intervals of these arms.",

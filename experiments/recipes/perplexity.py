@@ -3,17 +3,16 @@
 The ending of an arm's name says what it has in common with the ordinary arm: none or `-control` the tokens, `-time` the
 time by the speed of 124M, `-clock` and `-raw` the time by its own clock. `-more` has more tokens, `-reordered` another
 order of the data. docs/experiments.md has all names. In templates `k` is the context in arms' names, such as "4k", `K`
-that in labels, "4K", `r` the rate in percent, `p` a peak rate and `w` a warm-up.
+that in labels, "4K", `trunk` the ordinary arm that others branch off, `r` the rate in percent, `p` a peak rate, `w` a
+warm-up.
 """
 
-from collections.abc import Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from itertools import product
-from typing import Any
 
 from experiments.arms import PEAK_RATES, WARMUPS, control_trunk
 from experiments.measurements import Measurement, Number, run_of
-from experiments.paper import COSTS, ONE_B_TEXT, QUALITY, Source
+from experiments.paper import COSTS, ONE_B_TEXT, QUALITY, Source, split_words
 from experiments.recipe import Figure, Recipe, Row, rows
 
 RECIPES: dict[str, Recipe] = {}
@@ -107,10 +106,7 @@ RECIPES["fixed_token_controls"] = Recipe(
         """,
     ),
     also=("tab:fixed-token-controls-main",),
-    metrics=(
-        *("perplexity", "delta", "difference", "minutes", "time_difference", "intervention", "heads", "fit_kl"),
-        "skipped",
-    ),
+    metrics=split_words("perplexity delta difference minutes time_difference intervention heads fit_kl skipped"),
     headline=("perplexity", "delta", "difference"),
     notes=(
         "Differences are from mean + variance halfway, at the same rate. Pruned arms lack exactly the "
@@ -180,11 +176,10 @@ RECIPES["later_intervention"] = Recipe(
             reference="later-ordinary",
         ),
     ),
-    metrics=(
-        *("perplexity", "delta", "extra_tokens", "tokens"),
-        *("estimate_at_paper_gain", "estimate_at_measured_gain", "token_gain"),
-        *("updates", "minutes", "heads", "delta_seeds"),
-    ),
+    metrics=split_words("""
+        perplexity delta extra_tokens tokens estimate_at_paper_gain estimate_at_measured_gain token_gain updates
+        minutes heads delta_seeds
+    """),
     measurements=(
         _overlap("gate-Taylor and variance", "later-gate-taylor-25-time", "later-mean-25-time", "19, 19 and 21"),
         _overlap("gate-Taylor at both budgets", "later-gate-taylor-25", "later-gate-taylor-25-time", "36, 35 and 35"),
@@ -204,87 +199,88 @@ RECIPES["later_intervention"] = Recipe(
 
 # --- matched time: every arm starts from the reference's checkpoint halfway and gets the time that this one had left
 
-_TIMED_PAPER = {
-    row.arm: row.paper
-    for row in rows(
-        """
-        arm               | perplexity     | delta          | difference     | updates   | minutes
-        4k-ordinary-time  | 23.882 ± 0.023 |                |                | 5008 ± 13 | 187.65 ± 0.25
-        4k-mean-25-time   | 23.991 ± 0.006 | +0.456 ± 0.108 |                | 5109 ± 11 | 187.64 ± 0.25
-        4k-mean-50-time   | 24.338 ± 0.020 | +1.911 ± 0.112 |                | 5221 ± 18 | 187.64 ± 0.25
-        4k-pruned-25-time | 23.909 ± 0.024 | +0.113 ± 0.169 |                | 5267 ± 30 | 187.64 ± 0.25
-        4k-pruned-50-time | 24.115 ± 0.003 | +0.978 ± 0.108 |                | 5685 ± 36 | 187.65 ± 0.25
-        4k-random-25-time | 24.178 ± 0.024 | +1.243 ± 0.112 | +0.786 ± 0.082 | 5097 ± 28 | 187.64 ± 0.25
-        4k-random-50-time | 24.545 ± 0.048 | +2.778 ± 0.125 | +0.866 ± 0.154 | 5242 ± 11 | 187.65 ± 0.26
-        """
-    )
-}
-"""The paper's numbers at matched time, by arm."""
-_CONTROLS = """
-    arm            | label                         | against
-    {k}-mean-{r}   | {K} mean + variance ({r}%)    |
-    {k}-pruned-{r} | {K} pruning + variance ({r}%) | {k}-mean-{r}
-    {k}-random-{r} | {K} mean + random ({r}%)      | {k}-mean-{r}
+_AT_TIME = """
+    arm                | label                        | reference         | against          | tokens
+    {trunk}            | {K} reference                |                   |                  |
+    {k}-ordinary-time  | {K} ordinary                 |                   |                  |
+    {k}-mean-25-time   | {K} mean + variance (25%)    | {k}-ordinary-time |                  | {k}-mean-25-control
+    {k}-mean-50-time   | {K} mean + variance (50%)    | {k}-ordinary-time |                  | {k}-mean-50-control
+    {k}-pruned-25-time | {K} pruning + variance (25%) | {k}-ordinary-time | {k}-mean-25-time | {k}-pruned-25-control
+    {k}-pruned-50-time | {K} pruning + variance (50%) | {k}-ordinary-time | {k}-mean-50-time | {k}-pruned-50-control
+"""
+# The last row differs from the ordinary arm in its data order alone: any two arms may differ by as much by chance.
+_AT_TOKENS = """
+    arm                         | label                                        | reference
+    {k}-mean-25-control         | {K} mean + variance (25%), matched tokens    | {trunk}
+    {k}-mean-50-control         | {K} mean + variance (50%), matched tokens    | {trunk}
+    {k}-ordinary-more           | {K} ordinary, 3% more tokens                 | {trunk}
+    {k}-pruned-25-control       | {K} pruning + variance (25%), matched tokens | {trunk}
+    {k}-pruned-50-control       | {K} pruning + variance (50%), matched tokens | {trunk}
+    {k}-ordinary-time-reordered | {K} ordinary, reordered data                 | {k}-ordinary-time
+"""
+_AT_TIME_4K = """
+    measured_time    | perplexity     | delta          | updates   | minutes
+                     |                |                |           |
+                     | 23.882 ± 0.023 |                | 5008 ± 13 | 187.65 ± 0.25
+    4k-mean-25-raw   | 23.991 ± 0.006 | +0.456 ± 0.108 | 5109 ± 11 | 187.64 ± 0.25
+    4k-mean-50-raw   | 24.338 ± 0.020 | +1.911 ± 0.112 | 5221 ± 18 | 187.64 ± 0.25
+    4k-pruned-25-raw | 23.909 ± 0.024 | +0.113 ± 0.169 | 5267 ± 30 | 187.64 ± 0.25
+    4k-pruned-50-raw | 24.115 ± 0.003 | +0.978 ± 0.108 | 5685 ± 36 | 187.65 ± 0.25
+"""
+"""Further columns of `_AT_TIME` at 4K."""
+_FURTHER_4K = """
+    arm               | label                       | against         | tokens
+    4k-random-25-time | 4K mean + random (25%)      | 4k-mean-25-time | 4k-random-25
+    4k-random-50-time | 4K mean + random (50%)      | 4k-mean-50-time | 4k-random-50
+    4k-mean-10-time   | 4K mean + variance (10%)    |                 | 4k-mean-10-control
+    4k-pruned-10-time | 4K pruning + variance (10%) | 4k-mean-10-time | 4k-pruned-10-control
+    4k-mean-75-time   | 4K mean + variance (75%)    |                 | 4k-mean-75-control
+    4k-pruned-75-time | 4K pruning + variance (75%) | 4k-mean-75-time | 4k-pruned-75-control
+"""
+_FURTHER_4K_PAPER = """
+    perplexity     | delta          | difference     | updates   | minutes
+    24.178 ± 0.024 | +1.243 ± 0.112 | +0.786 ± 0.082 | 5097 ± 28 | 187.64 ± 0.25
+    24.545 ± 0.048 | +2.778 ± 0.125 | +0.866 ± 0.154 | 5242 ± 11 | 187.65 ± 0.26
+                   |                |                |           |
+                   |                |                |           |
+                   |                |                |           |
+                   |                |                |           |
+"""
+_FURTHER_4K_AT_TOKENS = """
+    arm                  | label
+    4k-random-25         | 4K mean + random (25%), matched tokens
+    4k-random-50         | 4K mean + random (50%), matched tokens
+    4k-mean-10-control   | 4K mean + variance (10%), matched tokens
+    4k-pruned-10-control | 4K pruning + variance (10%), matched tokens
+    4k-mean-75-control   | 4K mean + variance (75%), matched tokens
+    4k-pruned-75-control | 4K pruning + variance (75%), matched tokens
+"""
+# Run by the clock, uncompiled: compiling takes longer than half of such a run.
+_BY_THE_CLOCK = """
+    arm              | label                                      | reference       | against
+    4k-ordinary-raw  | 4K ordinary, measured time                 |                 |
+    4k-mean-25-raw   | 4K mean + variance (25%), measured time    | 4k-ordinary-raw |
+    4k-mean-50-raw   | 4K mean + variance (50%), measured time    | 4k-ordinary-raw |
+    4k-pruned-25-raw | 4K pruning + variance (25%), measured time | 4k-ordinary-raw | 4k-mean-25-raw
+    4k-pruned-50-raw | 4K pruning + variance (50%), measured time | 4k-ordinary-raw | 4k-mean-50-raw
+"""
+_FURTHER_16K = """
+    arm                | label                        | against          | tokens
+    16k-mean-75-time   | 16K mean + variance (75%)    |                  | 16k-mean-75-control
+    16k-pruned-75-time | 16K pruning + variance (75%) | 16k-mean-75-time | 16k-pruned-75-control
+"""
+_FURTHER_16K_AT_TOKENS = """
+    arm                   | label
+    16k-mean-75-control   | 16K mean + variance (75%), matched tokens
+    16k-pruned-75-control | 16K pruning + variance (75%), matched tokens
 """
 
 
-def _with_end(row: Row, end: str, words: str = "", **changes: Any) -> Row:
-    """Return a row with `end` added to the names of its arm and of the arm in `against`, and `words` to its label."""
-    against = row.against and f"{row.against}{end}"
-    return replace(row, **{"arm": f"{row.arm}{end}", "label": f"{row.label}{words}", "against": against, **changes})
-
-
-_RAW = ("4k-mean-25", "4k-mean-50", "4k-pruned-25", "4k-pruned-50")
-"""Arms that were also run by the clock (`-raw`), uncompiled: compiling takes longer than half of such a run."""
-
-
-def _timed(k: str, controls: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows of controls at matched time."""
-    for row in controls:
-        tokens = row.arm if "random" in row.arm else f"{row.arm}-control"
-        companions = {"tokens": tokens, "more_tokens": f"{k}-ordinary-more"}
-        companions |= {"measured_time": f"{row.arm}-raw"} if row.arm in _RAW else {}
-        paper = _TIMED_PAPER.get(f"{row.arm}-time", {})
-        yield _with_end(row, "-time", reference=f"{k}-ordinary-time", companions=companions, paper=paper)
-
-
-def _at_tokens(k: str, controls: Iterable[Row]) -> Iterator[Row]:
-    """Yield the rows of controls at matched tokens."""
-    for row in controls:
-        end = "" if "random" in row.arm else "-control"
-        yield _with_end(row, end, ", matched tokens", reference=control_trunk(k), against=None)
-
-
-def _timed_rows(k: str, more_rates: tuple[str, ...]) -> Iterator[Row]:
-    """Yield the rows of a context, those of the paper's rates first."""
-    title, ordinary = k.upper(), f"{k}-ordinary-time"
-    by_rate = {rate: rows(_CONTROLS.format(k=k, K=title, r=rate)) for rate in ("25", "50", *more_rates)}
-    # In the order of `_CONTROLS`; random heads are frozen at 4K alone, at the paper's rates.
-    mean, pruned, random = ([by_rate[rate][kind] for rate in ("25", "50")] for kind in range(3))
-    further = [row for rate in more_rates for row in by_rate[rate][:2]]
-    if k == "4k":
-        further = [*random, *further]
-    yield Row(arm=control_trunk(k), label=f"{title} reference")
-    yield Row(arm=ordinary, label=f"{title} ordinary", paper=_TIMED_PAPER.get(ordinary, {}))
-    yield from _timed(k, mean + pruned)
-    yield from _at_tokens(k, mean)
-    yield _more_tokens(k)
-    yield from _at_tokens(k, pruned)
-    # An ordinary run that differs in its data order alone: any two arms may differ by as much by chance.
-    yield Row(arm=f"{ordinary}-reordered", label=f"{title} ordinary, reordered data", reference=ordinary)
-    yield from _timed(k, further)
-    yield from _at_tokens(k, further)
-    if k == "4k":
-        raw: dict[str, Any] = {"reference": f"{k}-ordinary-raw", "retired": True}
-        yield Row(arm=f"{k}-ordinary-raw", label=f"{title} ordinary, measured time", retired=True)
-        yield from (_with_end(row, "-raw", ", measured time", **raw) for row in mean + pruned)
-
-
-def _more_tokens(k: str) -> Row:
-    """Return the row of the ordinary run that measures what further tokens are worth."""
-    more = f"{k}-ordinary-more"
-    label = f"{k.upper()} ordinary, 3% more tokens"
-    return Row(arm=more, label=label, reference=control_trunk(k), companions={"more_tokens": more})
+def _context(k: str, *further_columns: str) -> tuple[Row, ...]:
+    """Return the rows of a context at the paper's rates, first at matched time."""
+    names, more = {"k": k, "K": k.upper(), "trunk": control_trunk(k)}, f"{k}-ordinary-more"
+    timed = rows(_AT_TIME.format(**names), *further_columns, more_tokens=more)
+    return timed + rows(_AT_TOKENS.format(**names), more_tokens=more)
 
 
 _LINES = {
@@ -299,12 +295,20 @@ RECIPES["matched_time"] = Recipe(
     title="Controls at matched time",
     source=Source("tab:equal-time-controls", "124M at 4K on GH200, 187.65 minutes, mean ± SE of three seeds"),
     also=("tab:fixed-token-controls-main",),
-    rows=(*_timed_rows("4k", ("10", "75")), *_timed_rows("16k", ("75",)), *_timed_rows("8k", ())),
-    metrics=(
-        *("perplexity", "delta", "measured_time", "extra_tokens", "tokens"),
-        *("estimate_at_paper_gain", "estimate_at_measured_gain", "token_gain"),
-        *("difference", "updates", "minutes", "intervention", "compilation", "context_gain", "heads"),
+    rows=(
+        *_context("4k", _AT_TIME_4K),
+        *rows(_FURTHER_4K, _FURTHER_4K_PAPER, reference="4k-ordinary-time", more_tokens="4k-ordinary-more"),
+        *rows(_FURTHER_4K_AT_TOKENS, reference="4k-control-ordinary"),
+        *rows(_BY_THE_CLOCK, retired=True),
+        *_context("16k"),
+        *rows(_FURTHER_16K, reference="16k-ordinary-time", more_tokens="16k-ordinary-more"),
+        *rows(_FURTHER_16K_AT_TOKENS, reference="16k-ordinary"),
+        *_context("8k"),
     ),
+    metrics=split_words("""
+        perplexity delta measured_time extra_tokens tokens estimate_at_paper_gain estimate_at_measured_gain token_gain
+        difference updates minutes intervention compilation context_gain heads
+    """),
     headline=("delta", "extra_tokens", "tokens", "estimate_at_paper_gain", "difference"),
     figures=(
         Figure(
@@ -320,10 +324,10 @@ RECIPES["matched_time"] = Recipe(
             },
         ),
     ),
-    smoke=(
-        *("4k-mean-25-time", "4k-pruned-25-time", "4k-mean-25-control", "4k-ordinary-time", "4k-ordinary-more"),
-        "4k-ordinary-time-reordered",
-    ),
+    smoke=split_words("""
+        4k-mean-25-time 4k-pruned-25-time 4k-mean-25-control 4k-ordinary-time 4k-ordinary-more
+        4k-ordinary-time-reordered
+    """),
     notes=(
         "The reference is trained once from initialisation, and every arm starts from its checkpoint halfway. Pruned "
         "arms lose exactly the heads that the frozen arm of their rate freezes, and are charged for choosing them "
@@ -342,13 +346,22 @@ RECIPES["matched_time"] = Recipe(
 
 # --- near convergence: heads frozen in linear time and their controls, at matched tokens and time
 
+# `f` is the frozen arm at matched tokens.
 _ANSWERS = """
-    arm                        | label                                       | against
-    {k}-exponential-{r}        | {K} {r}% frozen                             |
-    {k}-exponential-{r}-pruned | {K} {r}% same heads pruned                  | {k}-exponential-{r}
-    {k}-gate-taylor-{r}        | {K} {r}% pruned by gate-Taylor              | {k}-exponential-{r}
-    {k}-exponential-{r}-random | {K} {r}% random heads frozen                | {k}-exponential-{r}
-    {k}-exponential-{r}-early  | {K} {r}% frozen after a quarter of training | {k}-exponential-{r}
+    arm                      | label                                       | against  | tokens
+    {f}-time                 | {K} {r}% frozen                             |          | {f}
+    {f}-pruned-time          | {K} {r}% same heads pruned                  | {f}-time | {f}-pruned
+    {k}-gate-taylor-{r}-time | {K} {r}% pruned by gate-Taylor              | {f}-time | {k}-gate-taylor-{r}
+    {f}-random-time          | {K} {r}% random heads frozen                | {f}-time | {f}-random
+    {f}-early-time           | {K} {r}% frozen after a quarter of training | {f}-time | {f}-early
+"""
+_ANSWERS_AT_TOKENS = """
+    arm                 | label                                                       | against
+    {f}                 | {K} {r}% frozen, matched tokens                             |
+    {f}-pruned          | {K} {r}% same heads pruned, matched tokens                  | {f}
+    {k}-gate-taylor-{r} | {K} {r}% pruned by gate-Taylor, matched tokens              | {f}
+    {f}-random          | {K} {r}% random heads frozen, matched tokens                | {f}
+    {f}-early           | {K} {r}% frozen after a quarter of training, matched tokens | {f}
 """
 _OWN_CLOCK = """
     arm                             | label                                 | against
@@ -364,27 +377,26 @@ _DRAWN = {"frozen": "exponential-{}", "pruned": "exponential-{}-pruned", "pruned
 
 def _answer_rows(k: str) -> Iterator[Row]:
     """Yield the rows of a context: at matched time, at matched tokens, by their own clock."""
-    title, trunk = k.upper(), control_trunk(k)
-    yield Row(arm=trunk, label=f"{title} ordinary")
-    yield _more_tokens(k)
+    trunk, more, names = control_trunk(k), f"{k}-ordinary-more", {"k": k, "K": k.upper()}
+    yield Row(arm=trunk, label=f"{k.upper()} ordinary")
+    yield Row(
+        arm=more, label=f"{k.upper()} ordinary, 3% more tokens", reference=trunk, companions={"more_tokens": more}
+    )
     for rate in ("50", "25"):
-        kinds = rows(_ANSWERS.format(k=k, K=title, r=rate), reference=trunk)
-        for row in kinds:
-            yield _with_end(row, "-time", companions={"tokens": row.arm, "more_tokens": f"{k}-ordinary-more"})
-        yield from (_with_end(row, "", ", matched tokens") for row in kinds)
-    yield from rows(_OWN_CLOCK.format(k=k, K=title), reference=trunk, first_seed=True)
+        names |= {"r": rate, "f": f"{k}-exponential-{rate}"}
+        yield from rows(_ANSWERS.format(**names), reference=trunk, more_tokens=more)
+        yield from rows(_ANSWERS_AT_TOKENS.format(**names), reference=trunk)
+    yield from rows(_OWN_CLOCK.format(**names), reference=trunk, first_seed=True)
 
 
 RECIPES["answer"] = Recipe(
     title="Freezing, pruning and ordinary attention near convergence",
     also=("tab:equal-time-controls",),
     rows=(*_answer_rows("16k"), *_answer_rows("4k")),
-    metrics=(
-        *("perplexity", "delta", "difference", "extra_tokens", "tokens"),
-        *("estimate_at_measured_gain", "estimate_at_paper_gain", "token_gain"),
-        *("updates", "minutes", "intervention", "context_gain", "heads", "exponential", "fit_kl"),
-        *("window", "perplexity_to_4k"),
-    ),
+    metrics=split_words("""
+        perplexity delta difference extra_tokens tokens estimate_at_measured_gain estimate_at_paper_gain token_gain
+        updates minutes intervention context_gain heads exponential fit_kl window perplexity_to_4k
+    """),
     headline=("perplexity", "window", "perplexity_to_4k", "delta", "difference", "extra_tokens", "tokens"),
     intervals="t",
     figures=(
@@ -403,7 +415,7 @@ RECIPES["answer"] = Recipe(
             joined=False,
         ),
     ),
-    smoke=(*("16k-exponential-50-time", "16k-exponential-50-pruned-time", "16k-gate-taylor-50"), "16k-ordinary-more"),
+    smoke=split_words("16k-exponential-50-time 16k-exponential-50-pruned-time 16k-gate-taylor-50 16k-ordinary-more"),
     notes=(
         "The question is that of the paper's tab:equal-time-controls, whose models are of 124M and 2.46B tokens.",
         "Speeds are those of 124M with heads frozen in linear time and with the same heads pruned, measured in one run "
@@ -453,10 +465,9 @@ RECIPES["linear_heads"] = Recipe(
         Row(arm="4k-ordinary", label="ordinary"),
         *(row for rate in ("25", "50") for row in rows(_LINEAR.format(r=rate), reference="4k-ordinary")),
     ),
-    metrics=(
-        *("perplexity", "delta", "difference", "loss_increase", "heads", "exponential", "extra_kl", "fit_kl"),
-        *("speedup", "minutes"),
-    ),
+    metrics=split_words("""
+        perplexity delta difference loss_increase heads exponential extra_kl fit_kl speedup minutes
+    """),
     headline=("perplexity", "delta", "difference"),
     intervals="t",
     smoke=("4k-exponential-64-25", "4k-exponential-short-25", "4k-mean-25"),

@@ -2,7 +2,7 @@
 
 from experiments.arms import CONTEXTS, DOWNSTREAM, LATER_ARMS, RECOVERY
 from experiments.measurements import DATA, Measurement, Number, file_of
-from experiments.paper import FINETUNING_UPDATES, Source, lines
+from experiments.paper import FINETUNING_UPDATES, Source, lines, split_words
 from experiments.recipe import Figure, Recipe, Row, rows
 from experiments.records import RECALL, RECALL_METRICS, recall_metric
 
@@ -72,10 +72,7 @@ RECIPES["downstream"] = Recipe(
         downstream-quality-mean-50  | QuALITY frozen 50% | downstream-quality-ordinary | 26.94 ± 0.62 | +0.35 ± 0.18
         """
     ),
-    metrics=(
-        *("accuracy", "seeds", "points", "update", "speedup", "peak_change", "updates", "epochs", "example_tokens"),
-        "heads",
-    ),
+    metrics=split_words("accuracy seeds points update speedup peak_change updates epochs example_tokens heads"),
     measurements=tuple(map(_updates, TITLES)),
     smoke=("downstream-sst2-mean-25", "downstream-quality-ordinary"),
     notes=(
@@ -222,10 +219,7 @@ RECIPES["scale_up_downstream"] = Recipe(
         1b-quality-ordinary |                           | 2989.63 ± 5.40  |                |
         """,
     ),
-    metrics=(
-        *("accuracy", "seeds", "points", "points_against", "update", "updates", "epochs", "example_tokens"),
-        "heads",
-    ),
+    metrics=split_words("accuracy seeds points points_against update updates epochs example_tokens heads"),
     smoke=("1b-boolq-mean-25",),
     notes=(
         "Differences are from pruning by gate-Taylor, in each seed. The paper chose, with its ordinary models, 5, 1 "
