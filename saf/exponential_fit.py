@@ -309,12 +309,13 @@ class _FarWeights:
         self.log_smooth, self.log_floor = ((x * self.unit).log() for x in (self.smooth, self.floor))
 
         # Least squares relative to g, weighted by attention mass. Its Hessian is near that of the cross-entropy, so
-        # L-BFGS works on coordinates in which it is the identity, amplitudes = whiten @ coordinates.
+        # L-BFGS works on coordinates in which it is the identity: amplitudes = whiten @ coordinates.
         relative = mass.sqrt() / weights
         atoms = poles.atoms() * relative[..., None]
         gram, right = atoms.mT @ atoms, (atoms.mT @ mass.sqrt()[..., None]).squeeze(-1)
         gram = _with_ridge(gram, _RIDGE / gram.shape[-1])
-        self.decays = _two_decays(gram[:, : len(_DECAYS), : len(_DECAYS)], right[:, : len(_DECAYS)], gram.shape[-1])
+        decays = len(_DECAYS)  # the first columns: the sines of all poles follow after their cosines
+        self.fallback = _two_decays(gram[:, :decays, :decays], right[:, :decays], gram.shape[-1])
         factor = torch.linalg.cholesky(gram)
         self.whiten = torch.linalg.inv(factor).mT
         closest = self.positive(torch.cholesky_solve(right[..., None], factor).squeeze(-1), _START_SHARE)
@@ -324,22 +325,14 @@ class _FarWeights:
         sizes = envelopes.transposed(mass / weights)[:, : poles.damping.shape[-1]]
         self.cancellation = sizes / mass.sum(-1, keepdim=True)  # mean cancellation by a pole of amplitude one
 
-    def amplitudes(self, whitened: Tensor) -> Tensor:
-        """Return the amplitudes at whitened coordinates."""
-        return (self.whiten @ whitened[..., None]).squeeze(-1)
-
-    def whitened(self, amplitudes: Tensor) -> Tensor:
-        """Return the whitened coordinates of amplitudes."""
-        return torch.linalg.solve_triangular(self.whiten, amplitudes[..., None], upper=True).squeeze(-1)
-
     def positive(self, amplitudes: Tensor, share: float) -> Tensor:
         """Return the amplitudes moved towards the two decays until g is at least a share of its smoothed form."""
-        weights, decays = self.poles.sum(amplitudes), self.poles.sum(self.decays)
-        # The decays may themselves lie below the smoothed form somewhere; they are the most that a move can reach.
+        weights, decays = self.poles.sum(amplitudes), self.poles.sum(self.fallback)
+        # Where the decays lie below the smoothed form, a share of them is what a move can reach.
         bound = share * torch.minimum(self.smooth, decays)
         step = torch.where(weights < bound, (bound - weights) / (decays - weights).clamp(min=1e-300), 0.0)
         step = step.amax(-1, keepdim=True).clamp(max=1.0)
-        return (1 - step) * amplitudes + step * self.decays
+        return (1 - step) * amplitudes + step * self.fallback
 
 
 def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
@@ -448,13 +441,14 @@ class _Objective:
         """Return the coordinates of another objective's band and amplitudes, and of this one's first key logits."""
         _, band, _ = point.split(other.sizes, -1)
         _, _, amplitudes = other.unpack(point)
-        whitened = self.far.whitened(amplitudes * (other.far.unit / self.far.unit))
+        amplitudes = amplitudes * (other.far.unit / self.far.unit)
+        whitened = torch.linalg.solve_triangular(self.far.whiten, amplitudes[..., None], upper=True).squeeze(-1)
         return torch.cat([torch.zeros_like(self.keys.origin), band, whitened], -1)
 
     def unpack(self, point: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the key logits' parameters, logits of the band, and amplitudes `[N, 2P]`."""
         keys, band, whitened = torch.addcmul(self.origin, point, self.scale).split(self.sizes, -1)
-        return keys, band, self.far.amplitudes(whitened)
+        return keys, band, (self.far.whiten @ whitened[..., None]).squeeze(-1)
 
     def __call__(self, point: Tensor) -> tuple[Tensor, Tensor]:
         """Return the objective, nats over all rows above the compact fit's loss, and its gradient."""

@@ -1,4 +1,8 @@
-"""The patterns of frozen heads: compact, dense, exponential and trainable ones, with one interface, `Pattern`."""
+"""`Pattern` is the interface to the attention matrices of frozen heads; four kinds implement it.
+
+`CompactPattern`, Eq. (3), has one logit a key and one a distance; `DensePattern` has every entry; `ExponentialPattern`,
+Eq. (S.31), is a compact one that runs in linear time; `TrainablePattern` has compact logits as parameters.
+"""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -44,6 +48,14 @@ class Pattern(ABC):
         """Return one pattern a head, with memory of its own, from a batched pattern `[F, ...]` or from a single one."""
 
     @abstractmethod
+    def prefix(self, length: int) -> "Pattern":
+        """Return the pattern of the first `length` positions; raise InputError for more than its own."""
+
+    @abstractmethod
+    def dense(self) -> Tensor:
+        """Return P entry by entry, `[..., T, T]`, in float64 unless stored."""
+
+    @abstractmethod
     def logits(self) -> tuple[Tensor, Tensor] | None:
         """Return its present key and distance logits, `[..., T]` each; None for a dense one."""
 
@@ -51,18 +63,6 @@ class Pattern(ABC):
         """Return its present values as a fixed compact pattern, in T**2 / 2 products a head; None for a dense one."""
         logits = self.logits()
         return None if logits is None else CompactPattern.from_parameters(*logits)
-
-    def prefix(self, length: int) -> "Pattern":
-        """Return the pattern of the first `length` positions; raise InputError for more than its own."""
-        compact = self.compact()
-        assert compact is not None
-        return compact.prefix(length)
-
-    def dense(self) -> Tensor:
-        """Return P entry by entry, `[..., T, T]`, in float64 unless stored."""
-        compact = self.compact()
-        assert compact is not None
-        return compact.dense()
 
     def state(self) -> dict[str, Tensor]:
         """Return its tensors for a file, by the names in `parts`, detached."""
@@ -90,7 +90,11 @@ class _FixedPattern(Pattern):
     @classmethod
     def stack(cls, patterns: Sequence[Self]) -> Self:
         """Join patterns of one shape and dtype along a new first dimension."""
-        if len({(one.length, *((x.shape, x.dtype) for x in one._tensors().values())) for one in patterns}) != 1:
+
+        def layout(pattern: Self) -> list[Any]:
+            return [pattern.length, *((x.shape, x.dtype) for x in pattern._tensors().values())]
+
+        if not patterns or any(layout(one) != layout(patterns[0]) for one in patterns):
             raise InputError(f"stack needs at least one pattern, all of one shape and dtype; got {shown(patterns)}")
         return patterns[0].map(lambda name, _: torch.stack([one._tensors()[name] for one in patterns]))
 
@@ -166,12 +170,13 @@ class CompactPattern(_FixedPattern):
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "CompactPattern":
         """Move, or convert alpha and rho to `dtype`; log_z stays float64 and follows the rounded values."""
         alpha, rho = (tensor.to(device=device, dtype=dtype) for tensor in (self.alpha, self.rho))
-        if dtype is None or torch.promote_types(dtype, self.alpha.dtype) == dtype:
+        if dtype is None or torch.promote_types(dtype, self.alpha.dtype) == dtype:  # nothing is rounded
             return CompactPattern(alpha, rho, self.log_z.to(device=device))
         return CompactPattern.from_parameters(alpha, rho)
 
     def prefix(self, length: int) -> "CompactPattern":
-        _check_prefix(self, length)  # normalisers of the first rows stay as they are
+        _check_prefix(self, length)
+        # Z(i) sums keys up to i alone, so the first normalisers stay as they are.
         return self.map(lambda _, tensor: tensor[..., :length])
 
     def logits(self) -> tuple[Tensor, Tensor]:
@@ -219,6 +224,7 @@ class CompactPattern(_FixedPattern):
         alpha, rho = alpha - alpha_shift, rho - rho_shift
         if self.alpha.dtype == torch.float64:
             return CompactPattern(alpha, rho, self.log_z + tilt * position - alpha_shift - rho_shift)
+        # In a lower dtype Z must belong to the logits as they are rounded, or rows no longer sum to one.
         return CompactPattern.from_parameters(alpha.to(self.alpha.dtype), rho.to(self.rho.dtype))
 
 
@@ -284,7 +290,7 @@ class DensePattern(_FixedPattern):
         return self.weights
 
     def state(self) -> dict[str, Tensor]:
-        return {"weights": self.weights}
+        return {"weights": self.weights}  # not cloned, like other kinds: T x T entries, which nothing changes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -336,7 +342,8 @@ class ExponentialPattern(_FixedPattern):
             raise InputError("damping must be at least 0 and trend_damping above 0, so that the pattern never grows")
 
     def to(self, *, dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> "ExponentialPattern":
-        """Move, or convert to `dtype`; not poles, since a rounded frequency drifts with distance."""
+        """Move, or convert to `dtype`; poles keep theirs."""
+        # The error of a rounded frequency grows with distance: bfloat16 would turn by whole radians at 4,096.
         poles = ("damping", "frequency", "trend_damping")
         return self.map(lambda name, x: x.to(device=device, dtype=None if name in poles else dtype))
 
@@ -361,7 +368,7 @@ class ExponentialPattern(_FixedPattern):
         """Return g, `[..., T]` float64, in P * T operations a head; raise InputError unless all of it is positive."""
         far = self.length - self.band.shape[-1]
         weights = self.band.double().exp()
-        if far:
+        if far:  # a pattern within its band may have no poles
             poles = DampedCosines(self.damping.double(), self.frequency.double(), far)
             amplitudes = torch.cat([self.cosine, self.sine], -1).double()
             weights = torch.cat([weights, poles.sum(amplitudes)], -1)  # Eq. (S.31)
@@ -388,11 +395,12 @@ class ExponentialPattern(_FixedPattern):
 
     def state(self) -> dict[str, Tensor]:
         tensors = {name: tensor.detach().clone() for name, tensor in self._tensors().items()}
-        return {name: tensors.get(name, torch.tensor([self.length])) for name in self.parts}
+        return tensors | {"length": torch.tensor([self.length])}
 
     @classmethod
     def from_state(cls, tensors: Mapping[str, Tensor]) -> "ExponentialPattern":
-        return cls(**{**tensors, "length": int(tensors["length"])})
+        parameters: dict[str, Any] = dict(tensors)
+        return cls(length=int(parameters.pop("length")), **parameters)
 
 
 class DampedCosines:
@@ -476,11 +484,17 @@ class TrainablePattern(nn.Module, Pattern):  # type: ignore[misc]
     def logits(self) -> tuple[Tensor, Tensor]:
         return self.alpha.detach().clone(), self.rho.detach().clone()
 
+    def prefix(self, length: int) -> CompactPattern:
+        return CompactPattern.from_parameters(*self.logits()).prefix(length)
+
+    def dense(self) -> Tensor:
+        return CompactPattern.from_parameters(*self.logits()).dense()
+
     def singles(self) -> list["TrainablePattern"]:
         return [self]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "TrainablePattern":
-        # Follows the module to another device but not to another dtype.
+        # `module.to(bfloat16)` moves it to a device but leaves its dtype: bfloat16 logits would lose a step's change.
         for parameter in self.parameters():
             device = fn(parameter.new_empty(0, dtype=torch.float32)).device
             parameter.data = parameter.data.to(device)
