@@ -203,5 +203,6 @@ def weight_files(folder: Path) -> list[Path]:
 
 def folder_hash(folder: Path) -> str:
     """Return one SHA-256 over the configuration, weights and heads in a folder of `save_pretrained`."""
+    # Without README.md: `saf compare --card` writes into it, and the model is still the one that was evaluated.
     files = [folder / "config.json", *weight_files(folder), folder / STATE_FILE, folder / TENSORS_FILE]
     return entries_hash({path.name: file_hash(path) for path in files if path.is_file()})

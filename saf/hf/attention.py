@@ -69,8 +69,9 @@ def attend(
     beyond_window = sliding_window is not None and length > sliding_window
     if beyond_window and state is not None and (state.frozen is not None or state.receivers):
         raise UnsupportedError(f"inputs must fit the sliding window, {sliding_window} tokens, got {length}")
-    for receiver in () if state is None else state.receivers:
-        receiver(query, key)
+    if state is not None:
+        for receiver in state.receivers:
+            receiver(query, key)
     if mask.documents is None and module.layer_idx == 0:  # once a pass, as it may synchronise with the device
         check_positions(mask, position_ids, cu_seq_lens_q, len(value))
     left_pad = None if mask.padding is None else first_real(mask.padding)
@@ -392,17 +393,18 @@ def check_positions(mask: PassMask, position_ids: Tensor | None, cu_seq_lens: Te
     if not compiling and is_capturing(position_ids.device):  # the test below waits for the device
         return
     steps = position_ids.diff(dim=-1)
-    counts = steps == 1
+    valid = steps == 1
     real = mask.padding if mask.positions is None else mask.positions.real
     if real is not None:
         real = real[:, -position_ids.shape[-1] :].bool()
-        counts = counts | ~(real[:, 1:] & real[:, :-1])
+        valid = valid | ~(real[:, 1:] & real[:, :-1])
     elif not compiling:
-        # Padding on the right is not in the mask; it repeats one position, whereas positions of a document increase.
-        counts = counts.cumprod(-1)[:, :-1].bool() | (steps[:, 1:] == 0)
+        # Padding on the right is not in the mask: after the first step that is not 1, one position may repeat to the
+        # end of the row. Positions of another document would increase.
+        valid = valid.cumprod(-1)[:, :-1].bool() | (steps[:, 1:] == 0)
     if compiling:
-        device_assert(counts.all(), f"with frozen heads compiled code attends to one sequence a row: {_SEPARATE_ROWS}")
-    elif not counts.all():
+        device_assert(valid.all(), f"with frozen heads compiled code attends to one sequence a row: {_SEPARATE_ROWS}")
+    elif not valid.all():
         raise UnsupportedError(
             "packed documents (position_ids that start again) take no attention_mask and no cache: leave the mask out "
             f"and pass use_cache=False, or {_SEPARATE_ROWS}"

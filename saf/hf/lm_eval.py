@@ -35,7 +35,7 @@ Progress = Callable[[str, int, int], None]
 def ask(
     opened: OpenedModel, settings: Any, *, longest: int | None = None, progress: Progress | None = None
 ) -> dict[str, TaskAnswers]:
-    """Return a model's answers to `settings.tasks`; `settings` also names the other arguments of `answer_tasks`."""
+    """Return a model's answers by task; `settings` are those of `saf evaluate` about tasks and how they run."""
     options = {name: getattr(settings, name) for name in ("batch_size", "precision", "too_long")}
     lm = ExactLengthModel(opened.model, opened.encoder(), longest=longest, **options)
     return answer_tasks(lm, settings.tasks, folder=settings.task_data, questions=settings.questions, progress=progress)
@@ -56,6 +56,7 @@ def answer_tasks(
         lm.progress = None if progress is None else partial(progress, name)
         task_dict: Any = {"tasks": {name: tasks[name]}}
         with _quiet():
+            # No bootstrap: intervals are of the answers of two models, paired by question (saf.paired).
             output: Any = evaluate(lm=lm, task_dict=task_dict, limit=questions, bootstrap_iters=0)
         choices = tasks[name].config.doc_to_choice
         answers[name] = task_answers(

@@ -81,7 +81,8 @@ def save_pretrained(
     folder, adapter = Path(save_directory), _edited_adapter(model)
     if adapter is not None and is_main_process and not folder.is_file():  # the original method reports a file
         if not config_entry(model.config):  # heads were frozen in a submodel with its own configuration
-            model.config.saf = config_entry(adapter.sites()[0].attention.config)
+            model.config.saf = _entry_of(adapter)
+        _entry_of(adapter)["events"] = _current_events(adapter)
         check_savable(adapter)
         state, tensors = description_of(adapter, checksums=True)
         with new_files(folder) as new:
@@ -226,11 +227,9 @@ _MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
 
 
 def section(adapter: Adapter) -> str:
-    """Return the model card's section about the heads; events without remaining heads leave the configuration."""
-    entry = config_entry(adapter.sites()[0].attention.config)  # of a submodel, where its heads were frozen
-    entry["events"] = _current_events(entry["events"], adapter.heads(*EDITED))
+    """Return the model card's section about the heads."""
     counts = {kind: len(adapter.heads(kind)) for kind in _MARKS}
-    total, longest = sum(counts.values()), entry["max_length"]
+    total, longest = sum(counts.values()), _entry_of(adapter)["max_length"]
     limit = "" if longest is None else f" It takes inputs of up to {longest} tokens, the length it was calibrated on."
     name = type(adapter.model).__name__
     opens = "AutoModelForCausalLM" if name.endswith(CAUSAL) else name
@@ -238,7 +237,7 @@ def section(adapter: Adapter) -> str:
     for number, site in enumerate(adapter.sites()):
         marks = {head: mark for kind, mark in _MARKS.items() for head in getattr(site.layout, kind)}
         rows.append(f"layer {number:3d}  {''.join(marks[head] for head in sorted(marks))}\n")
-    events = "".join(f"- {_event_line(event)}\n" for event in entry["events"])
+    events = "".join(f"- {_event_line(event)}\n" for event in _current_events(adapter))
     return (
         f"## Frozen attention heads\n\nOf its {total} attention heads this model has {heads_in_words(counts)}, a share "
         f"of {(total - counts['live']) / total:.1%}.{limit} This opens the folder:\n\n"
@@ -248,13 +247,18 @@ def section(adapter: Adapter) -> str:
     )
 
 
-def _current_events(events: list[dict[str, Any]], edited: HeadSet) -> list[dict[str, Any]]:
+def _entry_of(adapter: Adapter) -> dict[str, Any]:
+    """Return the configuration's entry that the model's layers share."""
+    return config_entry(adapter.sites()[0].attention.config)
+
+
+def _current_events(adapter: Adapter) -> list[dict[str, Any]]:
     """Return the events that still have edited heads, with their number as `remaining`.
 
     A head that was frozen, undone and frozen again counts for its last event.
     """
-    current = []
-    for event in reversed(events):
+    edited, current = adapter.heads(*EDITED), []
+    for event in reversed(_entry_of(adapter)["events"]):
         heads = edited & HeadSet(event["heads"])
         edited = edited - heads
         if len(heads):

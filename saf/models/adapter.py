@@ -258,6 +258,7 @@ def rows_of(site: Site, role: str) -> Rows:
 def hooked_module(attention: nn.Module) -> str | None:
     """Return the name of a projection with hooks, which would get reordered heads after an edit; None without one."""
     for name, module in attention.named_modules():
+        # PyTorch has no public list of a module's hooks.
         hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
         if name and module._parameters and any(hooks):
             return name

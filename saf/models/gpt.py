@@ -161,7 +161,7 @@ class GPT(nn.Module):
             )
         length = input_ids.shape[1]
         if not 1 <= length <= self.config.max_length:
-            raise InputError(f"inputs have 1 to {self.config.max_length} positions; got {length}")
+            raise InputError(f"inputs must have 1 to {self.config.max_length} positions; got {length}")
         positions = torch.arange(length, device=input_ids.device)[None]
         if left_pad is not None:  # positions count from a row's first real token
             positions = (positions - left_pad.to(input_ids.device)[:, None]).clamp(min=0)
@@ -338,7 +338,9 @@ def plain_weight(projection: nn.Module) -> Tensor:
     # accelerate and quantisers replace `forward` of the instance. Dynamo does not trace this test.
     replaced = not torch.compiler.is_compiling() and "forward" in projection.__dict__
     if hooks or replaced:
-        raise UnsupportedError("projections are computed together: hooks and forwards of one would not run")
+        raise UnsupportedError(
+            "projections are computed together: hooks and forwards of one would not run; remove them"
+        )
     return projection.weight
 
 
