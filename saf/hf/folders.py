@@ -1,5 +1,6 @@
 """Model folders of transformers for the command line: `TransformersFolder` opens one, and `saf freeze` writes one."""
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -234,7 +235,8 @@ def _windows(settings: CheckpointFreezing, data: TokenData, length: int) -> tupl
 
     Healing windows of prepared data are one token longer.
     """
-    seed, heal = settings.calibration_seed or 0, 0 if settings.heal is None else max(1, settings.heal // length)
+    seed = settings.calibration_seed or 0
+    heal = 0 if settings.heal is None else max(1, settings.heal // length)
     if isinstance(data, TextData):
         return _windows_of_text(settings, data, length, heal)
     calibration, heldout = read_windows(settings, data, length, seed=seed)
@@ -249,7 +251,7 @@ def _windows_of_text(
     settings: CheckpointFreezing, data: TextData, length: int, heal: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the windows of `_windows` from one file of text; healing windows repeat where the text is short."""
-    count, seed, tokens = settings.sequences, settings.calibration_seed or 0, data.num_tokens("train")
+    count, tokens = settings.sequences, data.num_tokens("train")
     total = tokens // length
     held = settings.heldout_count(total - count, length)
     if total < count + held:
@@ -258,11 +260,12 @@ def _windows_of_text(
             f"{data.folder} must have {(count + held) * length:,} tokens ({count:,} sequences of {length:,} to "
             f"calibrate and {held} to measure the loss), got {tokens:,}: pass {fewer}a smaller --length or more text"
         )
-    every = calibration_windows(data, length=length, count=total, seed=seed)
+    every = calibration_windows(data, length=length, count=total, seed=settings.calibration_seed or 0)
     calibration, heldout, rest = every.split([count, held, total - count - held])
     if heal and not len(rest):
         raise InputError(f"--heal needs more text than the {count + held} sequences that are measured: give more")
-    return calibration, heldout, rest.repeat(-(-heal // max(1, len(rest))), 1)[:heal]
+    repeats = math.ceil(heal / max(1, len(rest)))
+    return calibration, heldout, rest.repeat(repeats, 1)[:heal]
 
 
 @contextmanager

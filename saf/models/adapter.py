@@ -107,7 +107,8 @@ class LanguageModel(ABC):
     def last_logits(model: Any, input_ids: Tensor, count: int = 1) -> Tensor:
         """Return the logits `[B, count, V]` at the last positions of `input_ids [B, T]` alone.
 
-        Static, so that compiled code reads the model as its own module's submodule, with one guard for all of it.
+        A static method, as `LastToken` compiles it: the model is then a submodule of the compiled module, not an
+        attribute of this adapter, and has one guard.
         """
 
 
@@ -153,8 +154,8 @@ class Adapter(LanguageModel):
 
     def heads(self, *kinds: str) -> HeadSet:
         """Return the heads of some of the kinds "live", "frozen", "pruned"."""
-        layouts = [site.layout for site in self.sites()]
-        return HeadSet((n, head) for n, one in enumerate(layouts) for kind in kinds for head in getattr(one, kind))
+        layouts = enumerate(site.layout for site in self.sites())
+        return HeadSet((layer, head) for layer, layout in layouts for kind in kinds for head in getattr(layout, kind))
 
 
 # --- a layer

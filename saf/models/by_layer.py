@@ -9,7 +9,6 @@ and the kernel of the next norm adds them, as in a model that is compiled whole.
 
 from collections.abc import Callable, Hashable, Iterable
 from functools import partial
-from itertools import chain
 from typing import Any, cast
 
 import torch
@@ -24,7 +23,7 @@ Streams = tuple[Tensor, ...]
 """The residual stream `[B, T, C]` and one or two terms to add to it, of the same shape."""
 
 _programs: dict[Hashable, Callable[..., Any]] = {}
-"""Compiled functions of this process, by layout; after `torch._dynamo.reset` they compile again."""
+"""Compiled functions of this process, by function and shapes; after `torch._dynamo.reset` they compile again."""
 
 
 class CompiledByLayer:
@@ -58,33 +57,32 @@ class CompiledByLayer:
 
 def _layer(layer: DecoderLayer) -> Callable[..., Streams]:
     """Return a function that runs a layer's two programs: attention and MLP, each with the norm before it."""
-    attention, mlp = (layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)
-    attend, transform = (_program(_add, *part) for part in (attention, mlp))
+    attend = _program(_add, layer.attention_norm, layer.attention)
+    transform = _program(_add, layer.mlp_norm, layer.mlp)
 
     def call(rotation: tuple[Tensor, Tensor] | None, *streams: Tensor) -> Streams:
-        return transform(*mlp, (), *attend(*attention, (rotation, None), *streams))
+        streams = attend(layer.attention_norm, layer.attention, (rotation, None), *streams)
+        return transform(layer.mlp_norm, layer.mlp, (), *streams)
 
     return call
 
 
 def _hooked_layer(layer: DecoderLayer) -> Callable[..., Streams]:
     """Return the same for modules with hooks: two programs add and normalise, and one runs inside each module."""
-    parts = [(layer.attention_norm, layer.attention), (layer.mlp_norm, layer.mlp)]
-    sums = [_program(_summed, norm) for norm, _ in parts]
-    for _, module in parts:  # hooks run around `forward`, which alone is compiled
+    before_attention, before_mlp = (_program(_summed, norm) for norm in (layer.attention_norm, layer.mlp_norm))
+    for module in (layer.attention, layer.mlp):  # hooks run around `forward`, which alone is compiled
         module.forward = partial(_program(_forward, module), module)
 
     def call(rotation: tuple[Tensor, Tensor] | None, *streams: Tensor) -> Streams:
-        for add, (norm, module), rest in zip(sums, parts, ((rotation, None), ()), strict=True):
-            x, normed = add(norm, *streams)
-            streams = (x, module(normed, *rest))
-        return streams
+        x, normed = before_attention(layer.attention_norm, *streams)
+        x, normed = before_mlp(layer.mlp_norm, x, layer.attention(normed, rotation, None))
+        return x, layer.mlp(normed)
 
     return call
 
 
 def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[..., Any]:
-    key = (function, *map(_layout, modules))
+    key = (function, *map(_shapes, modules))
     # A code object for each key: Dynamo keeps at most eight programs of one, and generalises sizes from the second on.
     if key not in _programs:
         # Static shapes compile to faster kernels, and another number of heads is another layout anyway.
@@ -92,9 +90,9 @@ def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[...,
     return _programs[key]
 
 
-def _layout(module: nn.Module) -> Hashable:
+def _shapes(module: nn.Module) -> Hashable:
     """Return what a module's program depends on apart from the values of its inputs."""
-    tensors = chain(module.named_parameters(), module.named_buffers())
+    tensors = [*module.named_parameters(), *module.named_buffers()]
     shapes = tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in tensors)
     if not isinstance(module, Attention):
         return shapes
