@@ -11,6 +11,7 @@ else:
 
     def __getattr__(name: str):
         """Load every public name when the first is used: `saf --help` needs none, and PyTorch takes seconds."""
+        # Python itself asks for names such as __path__ and __wrapped__, which need no PyTorch either.
         if not name.startswith("_") or name == "__all__":
             public = import_module("saf.public")
             globals().update({one: getattr(public, one) for one in ("__all__", *public.__all__)})

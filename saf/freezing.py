@@ -150,7 +150,7 @@ def freeze_(
                 joint = choose_jointly(model, fits, (choosing, reporting), k, trial=trial, **options)
             fits = {head: fits[head] for head in joint.accepted}
         ranked = sorted(fits, key=lambda head: (float(scores[config.score][head]), head))
-        heads, deferred = HeadSet(ranked[:max_heads]), () if max_heads is None else tuple(ranked[max_heads:])
+        heads = HeadSet(ranked[:max_heads])
 
         # Past the paper: measure what they cost, and refuse it where that is too much and no training follows.
         # On calibration text alone a rise only warns: patterns are fitted to it, and it may be a few short sequences.
@@ -164,7 +164,7 @@ def freeze_(
         stored = {} if config.operation == "prune" else {"storage": config.storage_at(statistics.length)}
         return FreezeReport(
             heads=heads,
-            deferred=deferred,
+            deferred=tuple(ranked[len(heads) :]),
             fits=fits,
             rejected_fits=rejected,
             requested=k,

@@ -34,10 +34,7 @@ from saf.surgery import (
 
 STATE_FILE, TENSORS_FILE = "saf.json", "saf.safetensors"
 SCHEMA = "saf.heads/1"
-OPENS = "import saf.integrations.transformers"
-"""The import by which `from_pretrained` opens folders of models with frozen heads."""
-_LISTED = 3
-"""Layers that a warning lists where weights differ."""
+OPENS = "import saf.integrations.transformers"  # by it `from_pretrained` opens folders of models with frozen heads
 
 # --- the data and their files
 
@@ -70,8 +67,10 @@ def description_of(adapter: Adapter, *, checksums: bool = False) -> tuple[dict[s
             for head, rows in by_head.items():
                 prefix = f"{number}.{head}.removed.{role}."
                 tensors |= {prefix + name: tensor.contiguous() for name, tensor in rows.items()}
-    state = {"schema": SCHEMA, "layers": layers}
-    return state | ({"attention": adapter.attention_settings()} if checksums else {}), tensors
+    state: dict[str, Any] = {"schema": SCHEMA, "layers": layers}
+    if checksums:
+        state["attention"] = adapter.attention_settings()
+    return state, tensors
 
 
 def check_savable(adapter: Adapter) -> None:
@@ -84,6 +83,7 @@ def check_savable(adapter: Adapter) -> None:
 
 def write_description(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *others: Path) -> None:
     """Write `saf.safetensors`, then `saf.json` with its SHA-256 and those of `others`, files of the same folder."""
+    # The JSON last, as it has the sums of the others.
     written = [write_tensors(folder / TENSORS_FILE, tensors), *others]
     write_json(folder / STATE_FILE, {**state, "sha256": {path.name: file_hash(path) for path in written}})
 
@@ -146,7 +146,7 @@ def resize_(model: nn.Module, state: dict[str, Any]) -> list[tuple[Any, HeadLayo
     for site, layout in edited:
         site.check(layout)
         check_plain_weights(site)
-        _cut_(site, layout)
+        _cut_(site, layout)  # without moving rows: on the meta device there is nothing to move
     return edited
 
 
@@ -170,6 +170,7 @@ def _layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, He
     sites, layers = adapter_for(model).sites(), state["layers"]
     if len(layers) != len(sites):
         raise CheckpointError(f"frozen heads of a model with {len(layers)} layers; this one has {len(sites)}")
+    described = []
     for number, (site, layer) in enumerate(zip(sites, layers, strict=True)):
         shape, layout = (layer["num_heads"], layer["num_kv_heads"]), site.layout
         if shape != (layout.num_heads, layout.num_kv_heads) or not layout.ordinary:
@@ -177,8 +178,9 @@ def _layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, He
                 f"layer {number}: the frozen heads need {shape[0]} query and {shape[1]} KV heads, all live; the model "
                 f"has {layout.num_heads} and {layout.num_kv_heads}, {layout.num_live} live"
             )
-    layouts = [replace(sites[0].layout, **{kind: tuple(layer.get(kind, ())) for kind in EDITED}) for layer in layers]
-    return [*zip(range(len(layers)), sites, layouts, layers, strict=True)]
+        edited = {kind: tuple(layer.get(kind, ())) for kind in EDITED}
+        described.append((number, site, replace(layout, **edited), layer))
+    return described
 
 
 def _planned(
@@ -191,6 +193,7 @@ def _planned(
         if layout.ordinary:
             continue
         trained, name = layer.get("trainable", ()), backend or layer.get("backend") or "auto"
+        # A backend that the caller names must run, or `plan_edit` raises; the saved one may be of another machine.
         if backend is None:
             device, dtypes = rows_of(site, "value").parameter.device, value_dtypes(site)
             try:
@@ -206,10 +209,9 @@ def _planned(
 
 def read_pattern(tensors: Mapping[str, Tensor], head: Head, trainable: bool) -> Pattern:
     """Return the stored pattern of a head; raise CheckpointError when it is missing."""
-    names = {name for kind in PATTERN_KINDS.values() for name in kind.parts}
     layer, number = head
-    prefix = f"{layer}.{number}."
-    own = {name: tensors[prefix + name] for name in names if prefix + name in tensors}
+    names = {name: f"{layer}.{number}.{name}" for kind in PATTERN_KINDS.values() for name in kind.parts}
+    own = {name: tensors[key] for name, key in names.items() if key in tensors}
     try:
         return pattern_from_state(own, trainable=trainable)
     except CheckpointError as error:
@@ -229,8 +231,9 @@ def _saved_rows(edits: Mapping[int, LayerEdit], tensors: Mapping[str, Tensor]) -
         role, name = names
         site = edits[int(number)].site
         at = find_rows(site, role)
-        shape = [] if at is None else [*at.parameter.shape]
+        shape: list[int] = []  # of no rows: the model has no such projection, perhaps no biases
         if at is not None:
+            shape = list(at.parameter.shape)
             shape[at.dimension] = site.head_dim
         if name == "weight" and list(rows.shape) != shape:
             raise CheckpointError(
@@ -250,21 +253,24 @@ def _warn_of_other_weights(
         for role, rows in saved.get(number, {}).items():
             for head, tensors in rows.items():
                 own, other = site.removed[role][head]["weight"], tensors["weight"]
+                # In the narrower dtype: a model in bfloat16 has the rounded rows of a file in float32.
                 narrower = min(own.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
                 if not torch.equal(own.to(narrower), other.to(narrower)):
                     differing.add(role_of(rows_of(site, role).name))
         for role, recorded in sums[number].items():
             weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
-            comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype  # not of a narrower model
+            # Sums are of the file's bits, which a narrower model no longer has.
+            comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype
             if comparable and _checksum(weight.to(dtype)) != recorded["sha256"]:
                 differing.add(role_of(role))
         if differing:
             listed.append(f"layer {number}: {', '.join(sorted(differing))}")
     if listed:
-        more = [f"and {len(listed) - _LISTED} more"] if len(listed) > _LISTED else []
+        if len(listed) > 3:
+            listed[3:] = [f"and {len(listed) - 3} more"]
         warnings.warn(
-            f"the model's weights differ from those saved with the frozen heads ({'; '.join(listed[:_LISTED] + more)}):"
-            " load the state dict of the frozen model now",
+            f"the model's weights differ from those saved with the frozen heads ({'; '.join(listed)}): load the state "
+            "dict of the frozen model now",
             SafWarning,
             stacklevel=6,  # past two decorators, at the caller of load
         )
@@ -282,17 +288,13 @@ def _checksum(weight: Tensor) -> str:
 class StorageReport:
     """The bytes of one set of patterns in each form, in float32; printed in GB (1e9 bytes)."""
 
-    dense_by_layer: int
-    """A `[H, T, T]` buffer in every layer with a frozen head, as the paper's dense implementation has it."""
-    dense_packed: int
-    """The frozen heads' matrices alone."""
-    compact: int
-    """Key logits, distance logits and normalisers of the frozen heads."""
-    parameters: int | None = None
-    """The saved tensors of a model's patterns: of exponential ones alpha, the band and the poles."""
+    dense_by_layer: int  # a `[H, T, T]` buffer in every layer with a frozen head, as the paper's dense implementation
+    dense_packed: int  # the frozen heads' matrices alone
+    compact: int  # key logits, distance logits and normalisers of the frozen heads
+    parameters: int | None = None  # saved tensors of a model's patterns: of exponential ones alpha, band and poles
+    # Tables of a model's layers for every dtype of values, and trained logits. The patterns and the rows for undoing
+    # are on the CPU and not counted.
     allocated: int | None = None
-    """Tables of a model's layers for every dtype of values, and trained logits. The patterns and the rows for undoing
-    are on the CPU and not counted."""
 
     @property
     def ratio(self) -> float:
@@ -321,7 +323,7 @@ def storage_of(heads: Collection[Head], *, length: int, num_heads: int) -> Stora
     >>> storage_of([(0, 1), (0, 2), (3, 0)], length=1024, num_heads=12).dense_packed
     12582912
     """
-    matrix = 4 * length * length
+    matrix = 4 * length * length  # the paper's buffers hold the zeros above the diagonal, too
     return StorageReport(
         dense_by_layer=len({layer for layer, _ in heads}) * num_heads * matrix,
         dense_packed=len(heads) * matrix,

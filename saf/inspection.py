@@ -19,10 +19,9 @@ from saf.patterns import Pattern
 from saf.records.files import read_json, read_metadata
 from saf.records.run import STATE_AFTER, Kind, RecordedRun, expect, read_events
 
+# Values of an event among the events of a run, and among the costs of a folder.
 _EVENT = ("number", "kind", "update", "reason", "heads", "loss_before", "loss_after", "seconds", "undone_by")
-"""Values of an event of a run in the result."""
 _COST = ("loss_before", "loss_after", "loss_text", "loss_tokens", "worst_layer", "healing")
-"""Values of an event in the costs of a folder."""
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -63,8 +62,9 @@ def _checkpoint(path: Path) -> dict[str, Any]:
 def _run(path: Path) -> dict[str, Any]:
     run = RecordedRun.open(path)
     freeze = run.freeze_report or {}
+    # Damaged checkpoints are listed, not raised: a run has others, from which training may go on.
     steps = [_step(folder) for folder in checkpoints(path / "checkpoints")]
-    final, last = run.result, run.metrics[-1] if run.metrics else {}
+    final, last = run.result, run.metrics[-1] if run.metrics else {}  # before its end, what was logged last
     return {
         "kind": "run",
         "verified": all(entry["problem"] is None for entry in steps),
@@ -95,7 +95,7 @@ def _step(folder: Path) -> dict[str, Any]:
 
 def _saved(path: Path) -> dict[str, Any]:
     """Check the files of saf.save, sums and patterns; `undoable` counts the heads with removed rows."""
-    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    config = _config_of(path)
     # With ordinary weights of transformers too: heads in their base model's folder, or some that a model left behind.
     theirs = config.get("architectures") if "model_type" in config and "saf" not in config else None
     state, tensors = read_description(path)
@@ -115,11 +115,12 @@ def _of_transformers(path: Path) -> dict[str, Any]:
     if not weights:
         raise CheckpointError(f"{path} has a config.json without weights; expected model.safetensors or shards")
     for file in weights:
-        if file.suffix == ".safetensors":  # whose header says how much is to follow
+        if file.suffix == ".safetensors":  # its header says how much follows: a download that broke off is found
             read_metadata(file, error=CheckpointError, advice="fetch or save it again")
     if config.get("saf") or (path / STATE_FILE).is_file():
         heads = _saved(path)
     else:
+        # By the configuration alone, without transformers: the command also works where that is not installed.
         layer = {"num_heads": int(config.get("num_attention_heads", 0))}
         ordinary = {"layers": [layer] * int(config.get("num_hidden_layers", 0))}
         heads = {"verified": False, "sha256": {}, "undoable": 0, **_frozen_heads(path, ordinary, {})}
@@ -173,10 +174,10 @@ def _costs(path: Path, edited: Set[Head]) -> list[dict[str, Any]]:
     `saf freeze` writes events.jsonl; the configuration of a model of transformers keeps less, and keeps it when saved
     again.
     """
-    config = read_json(path / "config.json") if (path / "config.json").is_file() else {}
-    kept = (config.get("saf") or {}).get("events", [])
+    kept = (_config_of(path).get("saf") or {}).get("events", [])
     costs = []
     for event in [each.values for each in read_events(path)] or kept:
+        # Undone events cost nothing any more.
         if (loss := loss_of(event)) is None or edited.isdisjoint(head_pairs(event["heads"])):
             continue
         costs.append(
@@ -185,3 +186,7 @@ def _costs(path: Path, edited: Set[Head]) -> list[dict[str, Any]]:
             | {"perplexity_rise": loss.rise, "interval": loss.interval, "summary": cost_words(event)}
         )
     return costs
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    return read_json(path / "config.json") if (path / "config.json").is_file() else {}

@@ -1,4 +1,7 @@
-"""The public names: what `import saf` offers, loaded when the first of them is used."""
+"""The public names: what `import saf` offers, loaded when the first of them is used.
+
+A name that is added or taken away here changes tests/test_public.py, which lists them all.
+"""
 
 from saf import fit, ops
 from saf.calibration import QKGradient, calibrate, gate_gradients, head_outputs

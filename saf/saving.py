@@ -41,10 +41,12 @@ def save(model: nn.Module, folder: str | Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; save writes a folder")
     adapter = adapter_for(model)
+    # The GPT's config.json would replace a run's or another library's; frozen heads alone may lie beside any files.
     for path in (folder / CONFIG, folder / MANIFEST) if adapter.saves_weights else ():
         if path.is_file() and (path.name != CONFIG or read_json(path).get("schema") != SCHEMA):
             raise InputError(f"{path} was not written by saf.save; choose another folder")
     check_savable(adapter)
+    # Weights that another library saves are not in this folder: sums tell `load` whether it meets the same ones.
     state, tensors = description_of(adapter, checksums=not adapter.saves_weights)
     with new_files(folder) as new:
         weights = []
@@ -93,8 +95,9 @@ def load(
         return model
     restore_(model, state, tensors, backend=backend, compare=True)
     own = adapter.attention_settings()
-    settings = [(name, own[name], value) for name, value in state.get("attention", {}).items() if name in own]
-    if differing := [f"{name}: {here}, saved {saved}" for name, here, saved in settings if here != saved]:
+    # Only settings that this version of transformers has, too: a new one of another version is no difference.
+    saved = {name: value for name, value in state.get("attention", {}).items() if name in own}
+    if differing := [f"{name}: {own[name]}, saved {value}" for name, value in saved.items() if own[name] != value]:
         warnings.warn(
             f"the model's attention differs from the saved one ({'; '.join(differing)}): open it with its own "
             "configuration",

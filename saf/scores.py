@@ -102,11 +102,6 @@ class HeadOutputs:
     output: Tensor  # `[L, S]` norm of O
     hidden_size: int  # d, channels of the residual stream
 
-    @property
-    def num_samples(self) -> int:
-        """Number of samples, S."""
-        return self.residual.shape[-1]
-
 
 @head_score
 def variance(statistics: AttentionStatistics) -> Tensor:
@@ -145,7 +140,8 @@ def gradient_veto(statistics: AttentionStatistics, *, gradient: Tensor) -> Tenso
 def output_magnitude(statistics: AttentionStatistics, *, outputs: HeadOutputs) -> Tensor:
     """Root mean square of the entries of each head's contribution to the residual stream (appendix A.3)."""
     squares = outputs.gram.diagonal(dim1=-2, dim2=-1)
-    return (squares / (outputs.num_samples * outputs.hidden_size)).sqrt()  # |c|, over the root of its entries
+    num_samples = outputs.residual.shape[-1]
+    return (squares / (num_samples * outputs.hidden_size)).sqrt()  # |c|, over the root of its entries
 
 
 @head_score

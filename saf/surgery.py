@@ -75,12 +75,13 @@ def install_(
     if len(by_head) != len(heads):
         raise InputError(f"{len(heads)} heads need as many patterns, in (layer, head) order; got {len(by_head)}")
     chosen: dict[Head, Pattern] = {}
+    # All that can fail comes before the first layer is edited: an error leaves the model as it was.
     for (layer, head), pattern in zip(heads, by_head, strict=True):
         if trainable:
             weight = rows_of(sites[layer], "value").parameter
             check_group(optimizer, weight)
             if not pattern.trainable:
-                dtype = torch.promote_types(weight.dtype, torch.float32)
+                dtype = torch.promote_types(weight.dtype, torch.float32)  # 16 bits would round small updates away
                 pattern = TrainablePattern.of(pattern, dtype=dtype, device=weight.device)
         elif pattern.trainable:
             raise InputError("a TrainablePattern trains: pass trainable=True, or pattern.compact() for a fixed one")
@@ -123,6 +124,7 @@ def uninstall_(
 
 def finalize_(model: nn.Module) -> None:
     """Discard the rows for undoing; frozen heads stay frozen, and pruned ones are gone."""
+    # Trained logits stay parameters, and the optimiser keeps them.
     for site in adapter_for(model).sites():
         if site.removed:
             site.assign(site.layout, site.frozen, {})
@@ -149,6 +151,7 @@ def patterns_of(site: Site) -> dict[int, Pattern]:
 
 def value_dtypes(site: Site) -> tuple[torch.dtype, ...]:
     """Return the dtypes that values may have: the weights' own, and for float32 bfloat16 too, as under autocast."""
+    # Both, as tables are built when heads are installed, and a forward pass in a dtype without any is an error.
     dtype = rows_of(site, "value").parameter.dtype
     return (dtype, torch.bfloat16) if dtype == torch.float32 else (dtype,)
 
@@ -190,6 +193,7 @@ def _check_memory(adapter: Adapter) -> None:
         model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)
     ):
         if type(tensor) in (Tensor, nn.Parameter) and tensor.numel() and not tensor.is_meta:
+            # From its first to its last element, in bytes: parameters of one flat buffer share a storage, not memory.
             reach = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             first = tensor.data_ptr()
             span = first, first + reach * tensor.itemsize, name, id(tensor) in weights
@@ -209,6 +213,7 @@ def _check_layer(site: Site, layout: HeadLayout, optimizer: Optimizer | None) ->
     check_plain_weights(site)
     owner = hooked_module(site.attention)
     for role, (weight, _) in site.projections().items():
+        # PyTorch has no public way to ask for hooks of a tensor.
         if weight._backward_hooks or weight._post_accumulate_grad_hooks:
             owner = owner or f"the {role} weight"
     if owner:
@@ -302,6 +307,7 @@ def apply_edits_(edits: Sequence[LayerEdit], optimizer: Optimizer | None) -> Non
     for edit in edits:
         removed, before = _move_rows_(edit, optimizer), _logits_of(edit.site)
         edit.site.assign(edit.layout, edit.frozen, removed)
+        # Logits of trained heads that stay are the same parameters in the new layout, with their moments.
         if optimizer is not None:
             after = _logits_of(edit.site)
             drop_logits_(optimizer, [logits for logits in before if logits not in after])
@@ -341,10 +347,12 @@ def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
             continue
         carried = {"weight": parameter.data, **moments(parameter, optimizer)}
         tensors = carried if parameter.grad is None else {**carried, "gradient": parameter.grad.detach()}
-        blocks = {  # the rows of each head
+        # The rows of each head. Not strict: a tensor without rows splits into one empty part, of no head.
+        blocks = {
             key: dict(zip(old, tensor.split(site.head_dim, dimension), strict=False)) for key, tensor in tensors.items()
         }
         for role, head in (row for row in old if row not in new):
+            # Copies, also of a model on the CPU: a view would keep the whole old weight in memory.
             rows = {key: blocks[key][role, head].detach().to("cpu", copy=True) for key in carried}
             removed.setdefault(role + suffix, {})[head] = rows
         for role, head in (row for row in new if row not in old):
@@ -356,7 +364,7 @@ def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
             update_steps_(parameter, optimizer)
         values = {}
         for key, tensor in tensors.items():
-            empty = tensor.narrow(dimension, 0, 0)  # in case that no row is left
+            empty = tensor.narrow(dimension, 0, 0)  # in case that no row is left: `cat` takes no empty list
             values[key] = torch.cat([empty, *(blocks[key][row] for row in new)], dim=dimension)
         replace_data_(parameter, values.pop("weight"))
         gradient = values.pop("gradient", None)
@@ -368,17 +376,14 @@ def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
 
 
 def replace_data_(parameter: Tensor, data: Tensor) -> None:
-    """Give a parameter other data, perhaps of another shape, and no gradient; it stays the same object.
-
-    A graph that is still alive (a loss in a variable) holds the node that accumulates the parameter's gradient, with
-    the old shape. PyTorch drops that node when the dtype changes, so the data passes through another one.
-    An open autocast context would go on with the old data's cast, so its cache is emptied.
-    """
+    """Give a parameter other data, perhaps of another shape, and no gradient; it stays the same object."""
+    # A graph that is still alive (a loss in a variable) holds the node that accumulates the parameter's gradient, with
+    # the old shape. PyTorch drops that node when the dtype changes, so the data passes through another one.
     other = torch.float32 if data.dtype == torch.float64 else torch.float64
     parameter.data = data.new_empty(0, dtype=other)
     parameter.data = data
     parameter.grad = None
-    torch.clear_autocast_cache()
+    torch.clear_autocast_cache()  # an open autocast context would go on with the old data's cast
 
 
 # --- data-parallel wrappers from before an edit, which would not average the gradients of edited weights
