@@ -121,6 +121,7 @@ class HeadLayout:
         if both := set(self.frozen) & set(self.pruned):
             raise InputError(f"a head is frozen or pruned; got {sorted(both)} as both")
 
+    # `cached_property` writes into __dict__ itself, which a frozen dataclass allows.
     @cached_property
     def live(self) -> tuple[int, ...]:
         """Original ids of the heads that compute ordinary attention."""
@@ -193,6 +194,7 @@ class HeadLayout:
     @property
     def kv_head(self) -> tuple[int, ...]:
         """Index of the value head that each slot reads, among the value heads that the layer holds."""
+        # Not `kv_of` itself: KV heads that no head reads any more have no rows, so later ones move up.
         return tuple(self.rows["value"].index(self.kv_of(head)) for head in self.slots)
 
     @property

@@ -141,6 +141,7 @@ def _frozen_heads(path: Path, state: Mapping[str, Any], tensors: Mapping[str, Te
     layers, by_layer = state["layers"], defaultdict[int, list[Pattern]](list)
     pairs = {kind: [(n, head) for n, layer in enumerate(layers) for head in layer.get(kind, ())] for kind in EDITED}
     for layer, head in pairs["frozen"]:
+        # Read for its checks as well: a pattern that is not finite would only show in the model's outputs.
         try:
             by_layer[layer].append(read_pattern(tensors, (layer, head), trainable=False))
         except SafError as error:

@@ -117,4 +117,5 @@ def _empty_model(folder: Path, state: Mapping[str, Any]) -> GPT:
     record = read_json(folder / CONFIG, error=CheckpointError)
     if (schema := record.get("schema")) != SCHEMA:
         raise CheckpointError(f"{folder / CONFIG} has schema {schema!r}; expected {SCHEMA!r}")
+    # Its weights are loaded next: drawing them would take time, and move the caller's random state.
     return GPT.skip_init(GPTConfig.from_dict(record["model"]), torch.get_default_device())

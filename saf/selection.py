@@ -17,6 +17,7 @@ def select(scores: Tensor, rate: float | None = None, **conditions: Any) -> Head
     Takes the arguments of `Chooser`. Raises SelectionError where too few heads can be chosen under its conditions.
     """
     choose = Chooser(scores, rate, **conditions)
+    # Here every proposal is accepted, so one call proposes them all; an event fits them in between.
     for unit in choose.propose():
         choose.accept(unit)
     if not choose.attained(len(choose)):

@@ -118,6 +118,7 @@ def uninstall_(
             model was loaded without them).
         UnsupportedError: As for `install_`.
     """
+    # Frozen and pruned heads may return in one edit, in any order: each has rows of its own in `Site.removed`.
     heads = adapter_for(model).heads(*EDITED) if heads is None else HeadSet(heads)
     _edit_(_sites_of(model, heads, *EDITED), heads, "live", unwrap_optimizer(optimizer))
 
@@ -140,6 +141,7 @@ def pattern_parameters(model: nn.Module) -> list[nn.Parameter]:
 
 def _logits_of(site: Site) -> dict[nn.Parameter, None]:
     """Return the trained logits of a layer, as an ordered set."""
+    # Keys of a dictionary are compared by identity first; `in` of a list would compare tensors element by element.
     trained = (pattern for pattern in patterns_of(site).values() if is_trainable(pattern))
     return dict.fromkeys(logits for pattern in trained for logits in pattern.parameters())
 
