@@ -59,8 +59,8 @@ def measure(settings: Compiling, *, out: Path | None = None) -> dict[str, Any]:
     with Session("compile", values, execution, out=out) as session:
         for point in Update(model=settings.model, points=settings.points).parsed_points():
             for form in settings.forms:
-                what = f"{point.name} events, {form}"
-                session.attempt(what, lambda form=form, point=point: record_events(session, settings, form, point))
+                with session.attempt(f"{point.name} events, {form}"):
+                    record_events(session, settings, form, point)
     return session.record
 
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -88,19 +89,17 @@ def measure_point(session: Session, settings: Freezing, point: Point) -> None:
     fields = {"part": "intervention", "model": settings.model, "point": point.to_dict()}
     fields |= {"precision": session.execution.precision, "weights": weights, "text": "random tokens"}
 
-    def time_rate(rate: float) -> None:
-        times = [freeze_once(model, batches, rate, optimizer, session.execution) for _ in range(settings.repeats + 1)]
-        (report, first, stages), *warm = times
-        total = spread([seconds for _, seconds, _ in warm])
-        row = {"rate": rate, "heads": len(report.heads), "rejected": len(report.rejected), "repeats": len(warm)}
-        row |= {"worst_fit_kl": max(report.fit_kl.values(), default=None)}
-        row |= {"seconds": total["median"], "spread": total, "first_seconds": first, "first_stages": stages}
-        row |= {"stages": {name: spread([each[name] for *_, each in warm]) for name in stages}}
-        session.add([{**fields, **row}])
-        session.log(f"{100 * rate:g}%: first use {first:.3f} s, then {total['median']:.3f} s")
-
     for rate in settings.rates:
-        session.attempt(f"{point.name} {100 * rate:g}%", lambda rate=rate: time_rate(rate))
+        with session.attempt(f"{point.name} {100 * rate:g}%"):
+            once = partial(freeze_once, model, batches, rate, optimizer, session.execution)
+            (report, first, stages), *warm = [once() for _ in range(settings.repeats + 1)]
+            total = spread([seconds for _, seconds, _ in warm])
+            row = {"rate": rate, "heads": len(report.heads), "rejected": len(report.rejected), "repeats": len(warm)}
+            row |= {"worst_fit_kl": max(report.fit_kl.values(), default=None)}
+            row |= {"seconds": total["median"], "spread": total, "first_seconds": first, "first_stages": stages}
+            row["stages"] = {name: spread([each[name] for *_, each in warm]) for name in stages}
+            session.add([{**fields, **row}])
+            session.log(f"{100 * rate:g}%: first use {first:.3f} s, then {total['median']:.3f} s")
 
 
 def freeze_once(

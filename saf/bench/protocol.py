@@ -23,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -36,13 +37,15 @@ from saf.ops.frozen_heads import BACKENDS
 from saf.records.files import to_json, write_json
 from saf.records.result import result_header
 
-FREE, PRUNED, FLEX = "free", "pruned", "flex"
-"""In place of a backend: heads whose mixing costs nothing, heads that are removed. As a kernel: flex attention."""
+FREE, PRUNED = "free", "pruned"
+"""Names that an arm has in place of a backend: heads whose mixing costs nothing, and heads that are removed."""
+FLEX = "flex"
+"""The attention kernel that is PyTorch's flex attention."""
 MIN_PAIRS = 2
 """Fewest pairs of a row, unless the settings have one pair."""
 OUT_OF_TIME = "out of time"
 RECOMPILES = 64
-"""How many programs the compiler may hold for one function: one an arm, and some to spare."""
+"""Programs that the compiler may hold for one function: one for each arm, and some to spare. PyTorch allows 8."""
 
 Row = dict[str, Any]
 Pair = tuple[float, float]
@@ -82,6 +85,7 @@ class Arm:
     @property
     def live_kernel(self) -> str:
         """The kernel to pin where heads are frozen: "auto" for a backend that computes live heads itself."""
+        # "pruned" is no backend: without a frozen head nothing else computes live ones.
         backend = BACKENDS.get(str(self.backend))
         return "auto" if backend is not None and backend.mixes_live else self.kernel
 
@@ -146,38 +150,38 @@ def compare(session: "Session", case: Case, *, pairs: int, tolerance: float, pro
     An arm that fails is left out with its reason; the others go on.
     """
     subjects = _ready(session, case)
-    blocks = {
-        (comparison, variant): (
-            lambda baseline=subjects[comparison.baseline], variant=variant: baseline.timed_block(variant),
-            lambda arm=subjects[comparison.arm], variant=variant: arm.timed_block(variant),
-        )
-        for variant in case.variants
-        for comparison in case.comparisons
-        if comparison.baseline in subjects and comparison.arm in subjects
-    }
+    blocks = {}
+    for variant in case.variants:
+        for comparison in case.comparisons:
+            if comparison.baseline in subjects and comparison.arm in subjects:
+                pair = (partial(subjects[arm].timed_block, variant) for arm in comparison)
+                blocks[comparison, variant] = tuple(pair)
     rows = _rows(case, subjects, alternate(session, case.name, blocks, pairs), tolerance)
     session.add(rows)
     for row in rows:
         times = f"{row['arm']} {row['arm_ms']:.4g} ms, {row['baseline']} {row['baseline_ms']:.4g} ms"
-        ratio = f"{row['ratio']:.3f}×" + ", refused" * row["refused"]
+        ratio = f"{row['ratio']:.3f}×" + (", refused" if row["refused"] else "")
         session.log(f"{case.name} {row['variant']}: {times}, {ratio}")
     # After all timing: a profiler that was used once may slow launches down.
     for arm, subject in subjects.items() if profile else ():
         if not arm.control:
-            what = f"{case.name}: kernels of {arm.name}"
-            session.attempt(what, lambda arm=arm, subject=subject: _record_kernels(session, case, arm, subject))
+            with session.attempt(f"{case.name}: kernels of {arm.name}"):
+                _record_kernels(session, case, arm, subject)
 
 
 def _ready(session: "Session", case: Case) -> dict[Arm, Subject]:
-    """Build all arms, then warm up each: building one drops what others had compiled."""
+    """Build all arms, then warm up each; return those that run."""
     arms = dict.fromkeys(arm for comparison in case.comparisons for arm in comparison)
+    # Two loops, because building an arm resets the compiler (`Passes`), which drops what others had compiled.
     built: dict[Arm, Subject] = {}
     for arm in arms:
-        session.attempt(f"{case.name}: {arm.name}", lambda arm=arm: built.__setitem__(arm, case.build(arm)))
+        with session.attempt(f"{case.name}: {arm.name}"):
+            built[arm] = case.build(arm)
     ready = {}
     for arm, subject in built.items():
         began = session.spent
-        if session.attempt(f"{case.name}: {arm.name}", subject.warm_up):
+        with session.attempt(f"{case.name}: {arm.name}"):
+            subject.warm_up()
             ready[arm] = subject
         session.log(f"{case.name} warmed up: {arm.name}, {session.spent - began:.1f} s")
     return ready
@@ -190,6 +194,8 @@ def alternate(
 
     An error, or the end of the time allowed, ends the rounds; earlier pairs stand.
     """
+    # Rounds over all comparisons, not one comparison after the other: what is left out at the end of the time, and
+    # slow changes of the machine, then fall on all alike.
     times: dict[Any, list[Pair]] = {key: [] for key in blocks}
     longest = 0.0
     for number in range(pairs):
@@ -200,6 +206,7 @@ def alternate(
         try:
             with all_ranks_or_raise():
                 for key, (baseline, arm) in blocks.items():
+                    # AB BA: a GPU's clocks follow the load before a block, so each side leads in half of the pairs.
                     if number % 2 == 0:
                         times[key].append((baseline(), arm()))
                     else:
@@ -214,27 +221,39 @@ def alternate(
 
 def _rows(case: Case, subjects: Mapping[Arm, Subject], times: Mapping[Any, list[Pair]], tolerance: float) -> list[Row]:
     """Return a row for each comparison; refused where its control is missing or further than `tolerance` from 1."""
-    sums = {key: summary(pairs) for key, pairs in times.items()}
-    controls = {(pair.baseline, variant): s["ratio"] for (pair, variant), s in sums.items() if pair.arm.control}
+    summaries = {key: summary(pairs) for key, pairs in times.items()}
+    controls = {}
+    for (comparison, variant), numbers in summaries.items():
+        if comparison.arm.control:
+            controls[comparison.baseline, variant] = numbers["ratio"]
     rows = []
-    for ((baseline, arm), variant), numbers in sums.items():
+    for ((baseline, arm), variant), numbers in summaries.items():
         control = controls.get((baseline, variant))
         row = {**case.fields, "variant": variant, "role": arm.role, "baseline": baseline.name, "arm": arm.name}
         row |= {**asdict(arm), **numbers, "control_ratio": control}
+        # Without a control nobody knows how far two equal models lie apart: as bad as a control that strays.
         row["refused"] = control is None or abs(control - 1) > tolerance
         row |= {f"baseline_{name}": value for name, value in subjects[baseline].facts.items()}
-        rows.append(row | {**subjects[arm].facts, **case.describe(arm)})
+        rows.append({**row, **subjects[arm].facts, **case.describe(arm)})
     return rows
 
 
 def summary(pairs: Sequence[Pair]) -> Row:
     """Compute the median times (ms) and the ratios within pairs, baseline / arm: median, quartiles, range."""
+    # The median of ratios, not the ratio of medians: a clock that drifts over the pairs cancels in each of them.
     ratios = sorted(baseline / arm for baseline, arm in pairs)
     q25, _, q75 = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
     baseline_ms, arm_ms = (statistics.median(side) for side in zip(*pairs, strict=True))
     return {
-        **{"baseline_ms": baseline_ms, "arm_ms": arm_ms, "ratio": statistics.median(ratios), "q25": q25, "q75": q75},
-        **{"min": ratios[0], "max": ratios[-1], "pairs": len(pairs), "pair_ms": [list(pair) for pair in pairs]},
+        "baseline_ms": baseline_ms,
+        "arm_ms": arm_ms,
+        "ratio": statistics.median(ratios),
+        "q25": q25,
+        "q75": q75,
+        "min": ratios[0],
+        "max": ratios[-1],
+        "pairs": len(pairs),
+        "pair_ms": [list(pair) for pair in pairs],
     }
 
 
@@ -261,7 +280,7 @@ def clean_process(*, compiles: bool = True) -> Iterator[None]:
         if compiles:
             torch._dynamo.reset()
         if torch.cuda.is_available():
-            gc.collect()  # of what still holds the device's memory
+            gc.collect()  # models with frozen heads are in reference cycles: only this frees their memory
             torch.cuda.empty_cache()
 
     with ExitStack() as stack:
@@ -282,7 +301,7 @@ def clean_process(*, compiles: bool = True) -> Iterator[None]:
 class Session:
     """The record of one benchmark while it is measured: rows, what was left out, and the time allowed.
 
-    Use it as a context. Its file is written after every case and whole at any moment; `finished` is false after an
+    Use it as a context. Its file is written after every case and complete at any moment; `finished` is false after an
     exception. In a group of processes rank 0 writes.
     """
 
@@ -323,6 +342,7 @@ class Session:
 
     def fits(self, seconds: float) -> bool:
         """Whether something of `seconds` would end in time, by rank 0's clock."""
+        # Ranks that decided by their own clocks could differ, and the ones that go on would wait for ever.
         return math.isinf(self._limit) or on_rank0(lambda: self._limit - self.spent > seconds)
 
     def add(self, rows: Sequence[Row]) -> None:
@@ -335,15 +355,14 @@ class Session:
         self.log(f"left out: {what}: {why}")
         self.save()
 
-    def attempt(self, what: str, action: Callable[[], Any]) -> bool:
-        """Run `action`; record an error, in any process, as the reason why `what` is left out, and go on."""
+    @contextmanager
+    def attempt(self, what: str) -> Iterator[None]:
+        """Record an error of the enclosed work, in any process, as the reason why `what` is left out, and go on."""
         try:
             with all_ranks_or_raise():
-                action()
-        except Exception as error:
+                yield
+        except Exception as error:  # also PyTorch's, such as out of memory: the other arms can still be measured
             self.skip(what, in_short(error))
-            return False
-        return True
 
     def log(self, line: str) -> None:
         """Print a line of progress with the seconds spent; standard output is for results."""
@@ -369,6 +388,7 @@ def _environment(execution: Execution) -> Row:
     result: Row = {"device": device_name(execution.device), "driver": None, "processes": rank_and_size()[1]}
     if execution.device.type == "cuda":
         properties = torch.cuda.get_device_properties(execution.device)
+        # nvidia-smi prints a line for each GPU; all have one driver.
         result["driver"] = nvidia_smi("driver_version", seconds=20).split("\n")[0].strip() or None
         result |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
     return result
@@ -446,10 +466,7 @@ def launch_modes(graphs: str, device: torch.device) -> tuple[str, ...]:
 
 # --- kernels
 
-ATTENTION = (
-    *("attention", "sdpa", "flash", "fmha", "toeplitz", "fused_forward", "key_block", "query_block", "prescale"),
-    "flash_decode_kernel",
-)
+ATTENTION = ("attention", "sdpa", "flash", "fmha", "toeplitz", "fused_forward", "key_block", "query_block", "prescale")
 """Parts of names of GPU kernels that mix positions; records list these kernels as `attention`."""
 MARKS = {
     "cudnn": ("cudnn",),
@@ -457,7 +474,7 @@ MARKS = {
     "flex": ("flex_attention", "triton_tem"),
     "flash_decode": ("flash_decode_kernel",),
 }
-"""Parts of names of GPU kernels that show which attention kernel ran; those of "flash" are in cuDNN's names, too."""
+"""Parts of names of GPU kernels that show which attention kernel ran."""
 
 
 def kernels_of(call: Call, device: torch.device) -> list[Row]:
@@ -468,6 +485,7 @@ def kernels_of(call: Call, device: torch.device) -> list[Row]:
         wait_for(device)
     kernels = []
     for event in profiler.key_averages():
+        # A trace of CUDA has the host's launches, too; they are no kernels.
         if not cuda or str(event.device_type).endswith("CUDA"):
             microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
             kernels.append({"name": event.key[:200], "calls": event.count, "ms": microseconds / 1e3})
@@ -479,6 +497,6 @@ def kernel_seen(kernel: str, kernels: Sequence[Mapping[str, Any]], device: torch
     if device.type != "cuda" or not kernels or kernel not in MARKS:
         return None
     names = [entry["name"].lower() for entry in kernels]
-    if kernel == "flash":
+    if kernel == "flash":  # cuDNN's kernels have "flash" in their names, too
         names = [name for name in names if "cudnn" not in name]
     return any(mark in name for name in names for mark in MARKS[kernel])

@@ -37,7 +37,7 @@ from saf.errors import InputError
 from saf.machine import Compile, Device, Execution, GraphPool
 from saf.ops import BACKENDS
 from saf.ops.live import FLASH_DECODE, KERNELS
-from saf.records.table import signed
+from saf.records.table import byte_size, change_percent, signed
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BEGIN_SHARE = 0.5
@@ -303,21 +303,19 @@ class FreshSubject:
 
 
 def _measure_memory(session: Session, settings: ModelSpeed, point: Point, arms: Sequence[Arm]) -> None:
-    """Record the peak memory of each arm, and its change from the first one's."""
-
-    def one(arm: Arm) -> None:
-        peak = FreshSubject(settings, point, arm).run()["bytes"]
-        peaks[arm] = peak
-        change = 100 * (peak / peaks[arms[0]] - 1) if arms[0] in peaks else None
-        entry = {"point": point.to_dict(), "arm": arm.name, "backend": arm.backend, "rate": arm.rate}
-        session.memory.append({**entry, "kind": "allocated", "bytes": peak, "change_percent": change})
-        session.save()
-        compared = "" if change is None else f", {signed(change)} against ordinary"
-        session.log(f"{point.name} peak memory: {arm.name} {peak / 2**30:.3f} GiB{compared}")
-
+    """Record the peak memory of each arm, and its change from the first one's, which is ordinary."""
     peaks: dict[Arm, int] = {}
     for arm in arms:
-        session.attempt(f"{point.name}: peak memory of {arm.name}", lambda arm=arm: one(arm))
+        with session.attempt(f"{point.name}: peak memory of {arm.name}"):
+            peaks[arm] = FreshSubject(settings, point, arm).run()["bytes"]
+            change = change_percent(peaks.get(arms[0]), peaks[arm])
+            entry = {"point": point.to_dict(), "arm": arm.name, "backend": arm.backend, "rate": arm.rate}
+            entry |= {"kind": "allocated", "bytes": peaks[arm], "change_percent": change}
+            session.memory.append(entry)
+            session.save()
+            session.log(
+                f"{point.name} peak memory: {arm.name} {byte_size(peaks[arm])}, {signed(change)} against ordinary"
+            )
 
 
 def _in_process(settings: ModelSpeed, point: Point, arm: Arm, profile: bool, cache: str) -> dict[str, Any]:
