@@ -49,8 +49,8 @@ class ModelShape:
     vocab_size: int
 
 
-# llama-124m has the layers, heads and channels of GPT-2's small model, its gated MLP as many weights as that model's;
-# llama-7b is the second Llama's smallest.
+# llama-124m has the layers, heads and channels of GPT-2's small model; its gated MLP has as many weights as that
+# model's. llama-7b has the sizes of Llama-2-7B.
 TRANSFORMERS: dict[str, tuple[str, ModelShape, int, int]] = {
     "llama-124m": ("Llama", ModelShape(12, 12, 12, 64, 50_304), 768, 2_048),
     "llama-7b": ("Llama", ModelShape(32, 32, 32, 128, 32_000), 4_096, 11_008),
@@ -112,6 +112,7 @@ def read_folder(folder: str, device: torch.device) -> FolderModel:
     frozen = {(layer, head): each for layer, site in enumerate(sites) for head, each in patterns_of(site).items()}
     if any(pattern.trainable for pattern in frozen.values()):
         raise UnsupportedError(f"{folder} has trainable patterns; fix them by pattern.compact() first")
+    # The tables of a benchmark and drawn tokens need one shape for all layers, and a vocabulary.
     layers = {(site.layout.num_heads, site.layout.num_kv_heads, site.head_dim) for site in sites}
     if len(layers) > 1 or vocabulary is None:
         raise UnsupportedError(f"{folder} has layers of different heads, or no vocabulary; time a preset of its shape")
@@ -124,7 +125,7 @@ def read_folder(folder: str, device: torch.device) -> FolderModel:
         own_decoder=adapter.saves_weights,
     )
     del model, adapter, sites
-    gc.collect()  # edited models are in cycles, and their memory would count as an arm's
+    gc.collect()  # models with frozen heads are in reference cycles: their memory would count as an arm's
     return result
 
 
@@ -137,6 +138,7 @@ def _ordinary_of(folder: str, device: torch.device) -> nn.Module:
         adapter = adapter_for(model)
         if not adapter.saves_weights:
             raise
+        # Rows are gone after `finalize_`. No time depends on the values of weights.
         model = GPT.skip_init(adapter.model.config, device)
         model.reset_parameters(torch.Generator(device).manual_seed(0))
     return model
@@ -156,6 +158,7 @@ class ModelPlan:
     num_layers: int | None = None
 
     def __post_init__(self):
+        # Checked here, so that a wrong name or length raises before a record is begun.
         if self.folder is None:
             shape_of(self.model, self.length, self.num_layers)
         elif self.length > (self.folder.longest or self.length):
@@ -222,7 +225,7 @@ class ModelPlan:
         frozen, pruned = self.heads(arm)
         if len(pruned):
             prune_(model, pruned)
-            finalize_(model)
+            finalize_(model)  # without the removed rows, whose memory a trained model would not have
         if len(frozen):
             if self.folder:
                 patterns: Any = [self.folder.frozen[head] for head in frozen]
@@ -230,7 +233,8 @@ class ModelPlan:
                 patterns = drawn_patterns(arm.backend, len(frozen), self.length, self.seed, self.device)
             install_(model, frozen, patterns, backend=str(arm.backend))
         adapter = adapter_for(model)
-        adapter.use_saf_attention()  # ordinary arms too: the same function, without frozen heads
+        # Ordinary arms too: else a ratio would have the difference of two attention functions' Python in it.
+        adapter.use_saf_attention()
         for site in adapter.sites():
             site.pin(arm.kernel if site.frozen is None else arm.live_kernel)
         if arm.kernel == FLEX:
@@ -247,15 +251,24 @@ class ModelPlan:
             model = GPT.skip_init(_config(self.model, self.length, self.num_layers), self.device)
             model.reset_parameters(generator)
             return model.to(dtype)
-        from saf.hf.families import random_model
+        from saf.hf.families import random_model  # transformers, which presets of this project do without
 
-        family, _, hidden, mlp = TRANSFORMERS[self.model]
+        family, _, hidden_size, intermediate_size = TRANSFORMERS[self.model]
         shape = self.shape
-        place: dict[str, Any] = {"max_length": self.length, "device": self.device, "dtype": dtype}
-        sizes: dict[str, Any] = {"num_hidden_layers": shape.num_layers, "hidden_size": hidden, "intermediate_size": mlp}
-        sizes |= {"num_attention_heads": shape.num_heads, "num_key_value_heads": shape.num_kv_heads}
-        sizes |= {"head_dim": shape.head_dim, "vocab_size": shape.vocab_size}
-        return random_model(family, **place, generator=generator, **sizes)
+        return random_model(
+            family,
+            max_length=self.length,
+            device=self.device,
+            dtype=dtype,
+            generator=generator,
+            num_hidden_layers=shape.num_layers,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            num_attention_heads=shape.num_heads,
+            num_key_value_heads=shape.num_kv_heads,
+            head_dim=shape.head_dim,
+            vocab_size=shape.vocab_size,
+        )
 
 
 # --- which heads, and their patterns
@@ -273,12 +286,15 @@ def heads_per_layer(*, num_layers: int, num_heads: int, rate: float) -> list[int
     """
     total = round(rate * num_layers * num_heads)
     shares = np.full(num_layers, rate)
+    # Not equal counts: selection takes two thirds of the first layer at 25% and none of the last two. Without heads,
+    # or with all, there is nothing to shift, and log odds are infinite.
     if 0 < total < num_layers * num_heads:
         depth = (np.arange(num_layers) + 0.5) / num_layers * len(MEASURED_SHARES) - 0.5
         measured = np.interp(depth, np.arange(len(MEASURED_SHARES)), MEASURED_SHARES)
         odds = logit(measured.clip(SMALLEST_SHARE, 1 - SMALLEST_SHARE))
         shares = expit(odds + brentq(lambda shift: expit(odds + shift).sum() - total / num_heads, -50, 50))
-    # Round to whole numbers, largest remainders first; a count so close below one is that number but for rounding.
+    # Round to whole numbers, largest remainders first. Within 1e-6 below a whole number a count is that number:
+    # `brentq` and floating point leave it there.
     counts = shares * num_heads
     whole = np.minimum((counts + 1e-6).astype(int), num_heads)
     order = np.argsort(whole - counts, kind="stable")
@@ -314,16 +330,19 @@ def synthetic_patterns(
     return CompactPattern.from_parameters(alpha, rho)
 
 
-def exponential_patterns(
-    count: int, length: int, generator: torch.Generator, *, band: int = 128, poles: int = 16
-) -> ExponentialPattern:
-    """Return `count` exponential patterns: a sink, a band, two decays and damped cosines of a third of their weight."""
-    damping, frequency, cosine, sine = torch.rand(4, count, poles, dtype=torch.float64, generator=generator)
+BAND, PAIRS = 128, 16
+"""Distances with a weight of their own, and damped cosines, of drawn exponential patterns: the defaults of the fit."""
+
+
+def exponential_patterns(count: int, length: int, generator: torch.Generator) -> ExponentialPattern:
+    """Draw `count` exponential patterns: a sink, a band, two decays and damped cosines of a third of their weight."""
+    damping, frequency, cosine, sine = torch.rand(4, count, PAIRS, dtype=torch.float64, generator=generator)
     damping, frequency = damping / 400 + 1 / 4000, 0.4 * frequency
-    cosine, sine = (0.2 / poles) * (2 * cosine - 1), (0.2 / poles) * (2 * sine - 1)
+    cosine, sine = (0.2 / PAIRS) * (2 * cosine - 1), (0.2 / PAIRS) * (2 * sine - 1)
+    # The first two pairs do not oscillate: decays over 4,000 and over 40 positions.
     damping[:, 0], damping[:, 1], frequency[:, :2], sine[:, :2] = 1 / 4000, 1 / 40, 0, 0
     cosine[:, :2] = torch.tensor([0.3, 0.7])
-    near = 3 - (torch.arange(min(band, length)) / 8).clamp(max=3).double()
+    near = 3 - (torch.arange(min(BAND, length)) / 8).clamp(max=3).double()
     alpha = 0.1 * torch.randn(count, min(16, length), dtype=torch.float64, generator=generator)
     alpha[:, 0] += 3.0
     trend, rate = alpha.new_zeros(count, 1), alpha.new_ones(count, 1)
@@ -337,10 +356,8 @@ BLOCK = 128
 
 
 def causal_blocks(length: int, device: torch.device) -> BlockMask:
-    """Build the causal block mask of `length` positions: blocks on the diagonal masked, blocks below it whole.
-
-    PyTorch's own builder would fill a matrix of length x length first.
-    """
+    """Build the causal block mask of `length` positions: blocks on the diagonal masked, blocks below it whole."""
+    # Not PyTorch's `create_block_mask`, which fills a matrix of length x length first: 4 GiB at 64K.
     count = -(-length // BLOCK)
     row = torch.arange(count, dtype=torch.int32, device=device)
     diagonal = row[:, None].expand(count, count).contiguous()[None, None]

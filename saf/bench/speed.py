@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -41,9 +42,9 @@ from saf.records.table import byte_size, change_percent, signed
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 BEGIN_SHARE = 0.5
-"""A point begins where the time left is at least this share of the longest point before it; it may end with fewer
-pairs."""
-SPAWN = multiprocessing.get_context("spawn")
+"""A point begins if the time left is more than this share of the longest point before it; it may end with fewer pairs
+than were asked for."""
+SPAWN = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
 
 
 def require(holds: bool, message: str) -> None:
@@ -150,17 +151,28 @@ class Speed:
         Each kernel has an ordinary baseline, its control and the arms of every rate. Ordinary arms of later kernels,
         and of `others`, are compared with the first kernel's.
         """
+        # `dict.fromkeys` drops what is named twice and keeps the order.
         kernels = list(dict.fromkeys(self.kernels)) or (["cudnn"] if self.cuda else ["auto"])
-        others, first = self.others, Arm(kernels[0])
+        others = self.others
         if others is None:
             others = [each for each in self.cuda_others if each != FLEX or self.execution.compile] if self.cuda else ()
-        backends = self.backends or ((backend,) if backend else self.cuda_backends if self.cuda else ("toeplitz",))
-        edits = dict.fromkeys([*backends, *[FREE] * self.free, *[PRUNED] * pruned])
-        rest = [kernel for kernel in dict.fromkeys([*kernels, *others]) if kernel != first.kernel]
+        if self.backends:
+            edits = list(self.backends)
+        elif backend is not None:
+            edits = [backend]
+        else:
+            edits = list(self.cuda_backends) if self.cuda else ["toeplitz"]
+        if self.free:
+            edits.append(FREE)
+        if pruned:
+            edits.append(PRUNED)
         comparisons = [Comparison(Arm(kernel), Arm(kernel, control=True)) for kernel in kernels]
-        comparisons += [Comparison(first, Arm(kernel)) for kernel in rest]
-        places = product(kernels, dict.fromkeys(rates), edits)
-        return comparisons + [Comparison(Arm(kernel), Arm(kernel, edit, rate)) for kernel, rate, edit in places]
+        for kernel in dict.fromkeys([*kernels, *others]):
+            if kernel != kernels[0]:
+                comparisons.append(Comparison(Arm(kernels[0]), Arm(kernel)))
+        for kernel, rate, edit in product(kernels, dict.fromkeys(rates), dict.fromkeys(edits)):
+            comparisons.append(Comparison(Arm(kernel), Arm(kernel, edit, rate)))
+        return comparisons
 
     def cases(self, session: Session) -> Iterator[Case]:
         """Yield what is compared, point by point, and record in the session what cannot be."""
@@ -185,6 +197,7 @@ def measure(settings: Speed, *, out: Path | None = None) -> dict[str, Any]:
     longest = 0.0
     with session, free_backend():
         for case in settings.cases(session):
+            # Skipped, not ended: a later point may be shorter.
             if not session.fits(BEGIN_SHARE * longest):
                 session.skip(case.name, OUT_OF_TIME)
                 continue
@@ -240,8 +253,10 @@ class ModelSpeed(Speed):
         folder = self.plan(point).folder
         if folder is None:
             return self.comparisons(self.rates or (0.25, 0.5), pruned=self.pruned)
-        comparisons = self.comparisons([folder.rate], backend=folder.backend, pruned=self.pruned or not folder.frozen)
-        return [each for each in comparisons if folder.frozen or each.arm.role not in ("frozen", "free")]
+        if folder.frozen:
+            return self.comparisons([folder.rate], backend=folder.backend, pruned=self.pruned)
+        comparisons = self.comparisons([folder.rate], pruned=True)
+        return [each for each in comparisons if each.arm.role not in ("frozen", "free")]
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         """Return an arm that can be warmed up in this process."""
@@ -249,11 +264,9 @@ class ModelSpeed(Speed):
 
     def cases(self, session: Session) -> Iterator[Case]:
         for point in self.all_points():
-            models, pool = self.plan(point), GraphPool()
-
-            def build(arm: Arm, point: Point = point, pool: GraphPool = pool) -> Subject:
-                return FreshSubject(self, point, arm) if self.fresh else self.build(point, arm, pool)
-
+            models = self.plan(point)
+            # One pool a point: the graphs of its arms never run together and can share memory.
+            build = partial(FreshSubject, self, point) if self.fresh else partial(self.build, point, pool=GraphPool())
             yield Case(
                 name=point.name,
                 fields={"model": models.name, "point": point.to_dict()},
@@ -264,7 +277,7 @@ class ModelSpeed(Speed):
             )
 
     def run(self, session: Session, case: Case) -> None:
-        if self.memory:
+        if self.memory:  # first, while this process holds nothing on the device
             arms = dict.fromkeys(arm for each in case.comparisons for arm in each if not arm.control)
             _measure_memory(session, self, Point(**case.fields["point"]), list(arms))
         super().run(session, case)
@@ -289,6 +302,7 @@ class FreshSubject:
         self.facts = self._first["facts"]
 
     def timed_block(self, variant: str) -> float:
+        # A process times every variant once, as starting and building take most of its time.
         if variant not in self._blocks:
             self._blocks = self.run()["block_ms"]
         return self._blocks.pop(variant)
@@ -325,7 +339,7 @@ def _in_process(settings: ModelSpeed, point: Point, arm: Arm, profile: bool, cac
         subject = settings.build(point, arm, GraphPool())
         subject.warm_up()
         if settings.cuda:
-            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.reset_peak_memory_stats()  # of updates alone, not of compiling and tuning
         block_ms = {variant: subject.timed_block(variant) for variant in settings.variants()}
         peak = torch.cuda.max_memory_allocated() if settings.cuda else None
         kernels = subject.kernels() if profile else []
