@@ -88,6 +88,7 @@ class Update(ModelSpeed):
         require(self.graphs == "off" or not self.memory, "memory must be left out with CUDA graphs")
 
     def _parallel(self) -> Parallel:
+        # The number of parameters decides for "auto" alone, which is no value of this setting.
         return parallel_of(self.parallel, parameters=0, execution=self.execution)
 
     def variants(self) -> tuple[str, ...]:
@@ -97,9 +98,11 @@ class Update(ModelSpeed):
         rank, processes = rank_and_size()
         accumulation = micro_batches_of_one(point.accumulation or 1, processes, batch_size=point.batch_size)
         models = self.plan(point)
+        # Each rank has tokens of its own, as in training.
         batches = models.tokens(min(PRELOADED, accumulation), point.batch_size, seed=self.seed + rank)
         model = models.build(arm)
-        model = model if models.own_decoder else NextTokenLoss(model)
+        if not models.own_decoder:
+            model = NextTokenLoss(model)
         parallel = self._parallel()
         return UpdateSubject(self, model, batches=batches, accumulation=accumulation, parallel=parallel)
 
@@ -109,7 +112,7 @@ class NextTokenLoss(nn.Module):
 
     def __init__(self, module: nn.Module):
         super().__init__()
-        self.module = module  # under this name adapters look through it
+        self.module = module  # the name by which adapters look through wrappers
 
     def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
         logits = self.module(input_ids=inputs, use_cache=False).logits.float()
@@ -117,7 +120,7 @@ class NextTokenLoss(nn.Module):
 
 
 class UpdateSubject:
-    """Updates of one model with its optimiser, by the trainer's own code."""
+    """Updates of one model with its optimiser, by the trainer's own code: one `Updater` for each launch mode."""
 
     def __init__(
         self,
@@ -149,10 +152,11 @@ class UpdateSubject:
     def warm_up(self) -> None:
         for updater in self.updaters.values():
             # With one micro-batch an update, the second update captures: the first micro-batch runs as it is.
-            for _ in range(max(self.settings.warmup, 2 * updater.graphed)):
+            for _ in range(max(self.settings.warmup, 2 if updater.graphed else 0)):
                 updater.update(LEARNING_RATE)
 
     def timed_block(self, variant: str) -> float:
+        # The slowest rank's time: all wait for it at the next exchange of gradients.
         return max(all_gather(updates_in_a_row(self.updaters[launch_mode(variant)], self.settings.repeats)))
 
     def kernels(self) -> list[dict[str, Any]]:
@@ -175,7 +179,8 @@ def updates_in_a_row(updater: Updater, count: int) -> float:
 PASS_BLOCK_MS = 200.0
 """Fewer repeats where a timed block of passes would take longer than this, milliseconds."""
 MAX_GRAPH_ERROR = 2e-2
-"""Largest relative error of a graph's logits from a call's: some roundings of bfloat16. Chosen, not measured."""
+"""Largest relative error of a graph's logits from a call's: some roundings of bfloat16, as layers may take other
+kernels in graphs. Chosen, not measured."""
 
 
 @dataclass(kw_only=True)
@@ -224,24 +229,25 @@ class Passes:
             AccuracyError: The graph's logits differ.
         """
         settings, device = self._settings, self._execution.device
+        settle_ms = settings.settle_ms
+        if settle_ms is None:
+            settle_ms = SETTLE_MS if settings.cuda else 0.0
         for mode in settings.variants():
             call = self._program()
             with for_graphs(self.model) if mode == GRAPH else nullcontext():
                 for _ in range(settings.warmup):
                     call()
                 logits = call().float()
-                if not bool(logits.isfinite().all()):
+                if not logits.isfinite().all():
                     raise InputError("the logits are not finite")
                 if mode == GRAPH:
                     call = GraphReplay(call, device=device, pool=self._pool)
                     call()
                     error = ((call.outcome.float() - logits).norm() / logits.norm()).item()
-                    if not error <= MAX_GRAPH_ERROR:
+                    if not error <= MAX_GRAPH_ERROR:  # `not <=`, so that NaN is an error
                         raise AccuracyError(f"a graph's error is {error:.1e}; the limit is {MAX_GRAPH_ERROR:g}")
             once = wall_block(call, repeats=2, device=device)
-            usual = SETTLE_MS if settings.cuda else 0.0
-            settle = usual if settings.settle_ms is None else settings.settle_ms
-            self._calls[mode] = call, repeats_within(PASS_BLOCK_MS, once, settings.repeats), int(settle / once)
+            self._calls[mode] = call, repeats_within(PASS_BLOCK_MS, once, settings.repeats), int(settle_ms / once)
 
     def timed_block(self, variant: str) -> float:
         """Return the median milliseconds of one pass, synchronised before and after.
@@ -317,6 +323,7 @@ class Decode(PassSpeed):
         models, generator = self.plan(point), torch.Generator().manual_seed(self.seed)
         model = models.build(arm, self.dtype_of(self.dtype)).eval()
         token = torch.randint(models.shape.vocab_size, (point.batch_size, 1), generator=generator).to(models.device)
+        # "fp32" is no autocast: weights and cache have one dtype already, and autocast would only cost launches.
         step, execution = Step(model, token, point.length), replace(self.execution, precision="fp32")
         return Passes(self, step, (), execution, pool, facts={"cache_bytes": step.cache_bytes()})
 
@@ -333,7 +340,7 @@ class Step(nn.Module):
         self.cache, self.length = random_cache(model, token, positions)
 
     def forward(self) -> Tensor:
-        self.length.fill_(self.last)
+        self.length.fill_(self.last)  # each step appends a token: without this the second one would overflow the cache
         model: Any = self.model
         return model(input_ids=self.token, position_ids=self.position, past_key_values=self.cache).logits
 
@@ -355,7 +362,7 @@ def _run(step: nn.Module) -> Tensor:
 TOLERANCE = {torch.bfloat16: 4.5e-3, torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-12}
 """Largest relative L2 error of frozen heads and of their values' gradients, inputs being in the dtype already."""
 SAMPLES = 64
-"""Positions compared with float64, evenly spread: all would take longer than what is timed."""
+"""Positions compared with float64, evenly spread: comparing all takes longer than the timed work."""
 WORKING_SET = 128 << 20
 """Bytes that the operands of all buffers take at least, more than twice the largest second-level cache."""
 MAX_BUFFERS = 12
@@ -400,12 +407,14 @@ class Op(Speed):
         for point in self.parsed_points():
             shape, rates = self.plan(point).shape, []
             for rate in dict.fromkeys(self.rates or (0.25, 0.5)):
-                if count := self.layout(point, rate).num_frozen:
-                    rates.append(rate)
-                    if shape.num_heads == shape.num_kv_heads:  # else frozen heads share values
-                        yield self._case(f"{point.name} frozen {100 * rate:g}%", point, [rate], alone=count)
-                else:
+                count = self.layout(point, rate).num_frozen
+                if not count:
                     session.skip(point.name, f"a rate of {rate:g} freezes none of {shape.num_heads} heads")
+                    continue
+                rates.append(rate)
+                # With grouped queries frozen heads share values: alone they are no product of as many heads.
+                if shape.num_heads == shape.num_kv_heads:
+                    yield self._case(f"{point.name} frozen {100 * rate:g}%", point, [rate], alone=count)
             if rates:
                 yield self._case(f"{point.name} layer", point, rates)
 
@@ -421,12 +430,13 @@ class Op(Speed):
         sizes = {each: getattr(shape, each) for each in ("num_heads", "num_kv_heads", "head_dim")}
         dtype = str(self.dtype_of(self.dtype)).removeprefix("torch.")
         fields = {"part": "frozen" if alone else "layer", "alone": alone, "point": point.to_dict()}
+        comparisons = self.comparisons(rates)
+        if alone:  # free heads alone do nothing at all, and other kernels are compared in the whole layer
+            comparisons = [each for each in comparisons if each.arm.role not in ("free", "kernel")]
         return Case(
             name=name,
             fields={**fields, "layer": sizes, "dtype": dtype},
-            comparisons=[
-                each for each in self.comparisons(rates) if not (alone and each.arm.role in ("free", "kernel"))
-            ],
+            comparisons=comparisons,
             build=lambda arm: LayerSubject(self, point, arm, alone, pool),
             variants=self.variants(),
             describe=lambda arm: {"heads": self.layout(point, arm.rate).num_frozen if arm.backend else 0},
@@ -446,6 +456,7 @@ class LayerSubject:
         self._compiled = torch.compile(self._eager)
         heads = self._operands()
         size = point.batch_size * point.length * self._head_dim * sum(heads) * self._dtype.itemsize
+        # In a model the layers between two calls replace the cache's content; several buffers in turn do it here.
         count = min(MAX_BUFFERS, math.ceil(WORKING_SET / size)) if settings.cuda else 1
         generator = torch.Generator(self._device).manual_seed(settings.seed)
         self._inputs = [tuple(self._draw(n, generator).requires_grad_() for n in heads if n) for _ in range(count)]
@@ -502,6 +513,7 @@ class LayerSubject:
     def _draw(self, heads: int, generator: torch.Generator) -> Tensor:
         """Draw `[B, heads, T, D]`, laid out as projections leave them, `[B, T, heads, D]`."""
         shape = (self._point.batch_size, self._point.length, heads, self._head_dim)
+        # Drawn in float32, so that all dtypes round the same numbers.
         drawn = torch.randn(shape, generator=generator, device=self._device, dtype=torch.float32)
         return drawn.to(self._dtype).transpose(1, 2)
 
@@ -553,7 +565,7 @@ class LayerSubject:
 
     def kernels(self) -> list[dict[str, Any]]:
         call, _ = self._passes.get(f"both {GRAPH}") or self._passes[f"both {CALL}"]
-        count = len(self._inputs)
+        count = len(self._inputs)  # a call runs the layer once on each buffer
         kernels = kernels_of(call, self._device)
         return [kernel | {"calls": kernel["calls"] // count, "ms": kernel["ms"] / count} for kernel in kernels]
 
@@ -564,6 +576,7 @@ def _entries(pattern: Pattern, query: Tensor, key: Tensor) -> Tensor:
         return pattern.dense().double()[query, key]
     lag = query - key
     alpha, rho, log_z = compact.alpha.double(), compact.rho.double(), compact.log_z.double()
+    # Eq. (3): P(i, j) = exp(alpha(j) + rho(i - j)) / Z(i), and 0 for later keys
     return torch.where(lag >= 0, (alpha[key] + rho[lag.clamp(min=0)] - log_z[query]).exp(), 0.0)
 
 
