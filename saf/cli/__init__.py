@@ -1,4 +1,4 @@
-"""The `saf` command: imports the named verb's module alone, runs it, and turns errors into messages.
+"""`main` is the `saf` command: it imports the module of one verb, runs it, and turns errors into messages.
 
 Each module `saf.cli.VERB` has `parse_words(words)`, which returns its `Command`, and that has `run()`.
 """
@@ -53,8 +53,8 @@ commands:
 {commands}
 
 `saf COMMAND --help` shows examples and the settings that people use first."""
+# When transformers imports torchao, these warn of kernels for other machines and of torchao's own old calls.
 NOISY = ("torchao", "torch.utils._pytree")
-"""Loggers that warn when transformers imports torchao, of kernels for other machines and of its own old calls."""
 EXTRAS = {
     **dict.fromkeys(("tyro", "docstring_parser", "rich", "tokenizers", "tensorboard", "matplotlib", "jinja2"), "cli"),
     **{"transformers": "hf", "accelerate": "hf", "datasets": "data", "pyarrow": "data", "lm_eval": "eval"},
@@ -62,8 +62,8 @@ EXTRAS = {
 """The extra of this package (pyproject.toml) that installs each package that commands need."""
 RESUME = ". Checkpoints stay: go on with the same command and --resume"
 LATER_SECONDS = 10
-"""How long later processes of `torchrun` leave an error to the first one: when that has printed it and ended,
-`torchrun` ends them. What the first one does not refuse they print after this time."""
+"""How long later processes of `torchrun` leave an error to the first one. Once that has printed it and ended,
+`torchrun` ends them; an error that the first one does not have they print after this time."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 """The exit code of tyro, and of most programs, for bad arguments; and that of shells for SIGINT."""
 
@@ -80,6 +80,7 @@ def main(words: Sequence[str] | None = None) -> int:
             code = _without_command(name)
         else:
             with _plain_warnings(name), _missing_extras():
+                # Only here: PyTorch takes seconds to load, and `saf --help` answers in a fifth of one.
                 module = importlib.import_module(f"saf.cli.{name}")
                 try:
                     _parse(module, rest).run()
@@ -100,7 +101,7 @@ def main(words: Sequence[str] | None = None) -> int:
         # The reader went away (`saf ... | head`); keep Python from complaining when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
-    except OSError as error:
+    except OSError as error:  # a full disk, a folder without permission: no fault of the program's
         where = f"{error.filename}: " if error.filename else ""
         print(f"saf {name}: {where}{error.strerror or error}{advice}", file=sys.stderr)
         return EXIT_ERROR
@@ -129,13 +130,17 @@ def _settings_as_flags(text: str, module: Any) -> str:
     Settings of one word stay: `length` may be an ordinary word.
     """
     names = {each.name for each in fields(module.Command)}
-    flag = lambda match: f"--{match[0].replace('_', '-')}" if match[0] in names else match[0]  # noqa: E731
-    return re.sub(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/=-])", flag, text)
+
+    def flag_of(match: re.Match[str]) -> str:
+        return f"--{match[0].replace('_', '-')}" if match[0] in names else match[0]
+
+    # Whole words alone: no part of a path, of a name with a dot, or of Python's `name=value`.
+    return re.sub(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/=-])", flag_of, text)
 
 
 def _parse(module: Any, words: Sequence[str]) -> Any:
     """Return the command of these words; of several processes that refuse them, the first one says why."""
-    if _is_later_process():
+    if _is_later_process():  # tyro prints its refusals itself, so a later process parses without output first
         try:
             with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
                 return module.parse_words(words)
@@ -148,7 +153,7 @@ def _parse(module: Any, words: Sequence[str]) -> Any:
 
 def _prints(error: SafError) -> bool:
     """Return whether this process prints an error at once; of several processes that share it, the first one does."""
-    if "torch" in sys.modules:  # it takes seconds to load
+    if "torch" in sys.modules:  # a command that failed before it needed PyTorch is in no group
         from saf.distributed import is_rank0, is_shared, rank_and_size
 
         if rank_and_size()[1] > 1:
@@ -163,12 +168,12 @@ def _is_later_process() -> bool:
 
 def _end_in_group(code: int) -> None:
     """End a process of a group at once: at an ordinary exit, the threads of a group that lost a rank would abort it."""
-    if "torch" not in sys.modules:  # it takes seconds to load
+    if "torch" not in sys.modules:
         return
     from saf.distributed import rank_and_size
 
     if rank_and_size()[1] > 1:
-        sys.stdout.flush()
+        sys.stdout.flush()  # `os._exit` leaves buffers as they are
         sys.stderr.flush()
         os._exit(code)
 

@@ -28,11 +28,11 @@ with random weights, or the model of FOLDER.
 
 `saf bench NAME --help` shows the settings."""
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
-VERSIONS = ("torch", "triton", "cuda", "cudnn")
+VERSIONS = ("torch", "triton", "cuda", "cudnn", "driver")
 FIRST = (
-    *("model", "points", "rates", "backends", "kernels", "pairs", "device", "graphs"),
-    *("memory", "seconds", "pruned", "tolerance"),
-)
+    "model", "points", "rates", "backends", "kernels", "pairs", "device", "graphs",
+    "memory", "seconds", "pruned", "tolerance",
+)  # fmt: skip
 """The settings that `--help` shows."""
 
 
@@ -55,10 +55,13 @@ class Command:
             record = bench.measure(settings, out=self.out)
             refusals = [row["refused"] for row in record["rows"]]
             if is_rank0():
-                notes = [REFUSED] * (0 < sum(refusals) < len(refusals))
-                notes += [f"written to {self.out}"] * (self.out is not None)
+                notes = []
+                if any(refusals) and not all(refusals):  # where all are, the error below says so
+                    notes.append(REFUSED)
+                if self.out is not None:
+                    notes.append(f"written to {self.out}")
                 facts = record["provenance"] | record["provenance"]["versions"]
-                machine = [f"{name} {facts[name]}" for name in (*VERSIONS, "driver") if facts.get(name)]
+                machine = [f"{name} {facts[name]}" for name in VERSIONS if facts.get(name)]
                 show(record, ", ".join([facts["device"], *machine]), *tables(record), *notes, as_json=self.json)
         if not record["rows"] and not record["memory"]:
             reasons = "; ".join(each["why"] for each in record["left_out"])
@@ -72,14 +75,13 @@ def parse_words(words: Sequence[str]) -> Command:
     """Parse the benchmark's command; without its name the help lists the benchmarks."""
     name, *rest = words or ["--help"]
     if (kind := bench.KINDS.get(name)) is not None:
-        first = {kind: FIRST}
-        return parse(
-            Command, rest, prog=f"saf bench {name}", default=Command(settings=kind()), first=first, doc=kind.__doc__
-        )
+        default = Command(settings=kind())  # tyro then has the settings of this benchmark, not of the base class
+        return parse(Command, rest, prog=f"saf bench {name}", default=default, first={kind: FIRST}, doc=kind.__doc__)
     if name not in ("-h", "--help", "--help-all"):
         raise InputError(f"the benchmark must be one of {', '.join(bench.KINDS)}, got {name!r}")
-    summaries = {name: cleandoc(str(kind.__doc__)).partition("\n\n")[0] for name, kind in bench.KINDS.items()}
-    lines = [f"• {name:<9}{' '.join(text.split())}" for name, text in summaries.items()]
-    filled = [fill(line, 80, initial_indent="  ", subsequent_indent=" " * 13) for line in lines]
-    print(USAGE.format(benchmarks="\n".join(filled)))
+    lines = []
+    for name, kind in bench.KINDS.items():
+        summary = " ".join(cleandoc(str(kind.__doc__)).partition("\n\n")[0].split())
+        lines.append(fill(f"• {name:<9}{summary}", 80, initial_indent="  ", subsequent_indent=" " * 13))
+    print(USAGE.format(benchmarks="\n".join(lines)))
     raise SystemExit

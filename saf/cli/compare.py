@@ -50,7 +50,7 @@ class Command:
     def run(self) -> dict[str, Any]:
         pair = self.ordinary, self.frozen
         if {kind_of(path) for path in pair} & {Kind.EVALUATION, Kind.TRANSFORMERS}:
-            for path in pair:
+            for path in pair:  # both must be evaluations; a model or a run is refused with what to do
                 expect(path, Kind.EVALUATION)
             return self._compare_evaluations()
         if self.card is not None:
@@ -79,6 +79,7 @@ class Command:
         """Write what freezing cost into a folder's model card; raise InputError unless the record is of its model."""
         if record is None:
             raise InputError("--card needs a change of perplexity; evaluate both models with --data")
+        # By hash: a card with the cost of a model that was edited since would be wrong and look right.
         evaluated_hash = record["provenance"]["checkpoints"].get("frozen")
         if kind_of(folder) is not Kind.TRANSFORMERS or folder_hash(folder) != evaluated_hash:
             raise InputError(
@@ -89,12 +90,9 @@ class Command:
         before = record["heads_by_kind"][0]  # the first model may have frozen heads too
         heads = f" with {heads_in_words(before)}" if any(before.values()) else ""
         change = perplexity_change(record, "95% interval ")
-        record_cost_(
-            folder,
-            f"perplexity {record['ppl_ordinary']:.4f} before{heads}, {record['ppl_frozen']:.4f} after, a change of "
-            f"{change}, on {record['windows']:,} windows of {record['length']:,} tokens, in "
-            f"{record['precision']}",
-        )
+        cost = f"perplexity {record['ppl_ordinary']:.4f} before{heads}, {record['ppl_frozen']:.4f} after, a change of "
+        text = f"{record['windows']:,} windows of {record['length']:,} tokens, in {record['precision']}"
+        record_cost_(folder, f"{cost}{change}, on {text}")
 
 
 parse_words = partial(parse, Command, prog="saf compare")

@@ -1,4 +1,4 @@
-"""`saf data prepare`: make a data folder of tokens."""
+"""`saf data prepare`: turn text into a data folder of tokens."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass

@@ -36,6 +36,7 @@ class Command:
     """Print JSON instead of tables."""
 
     def run(self) -> dict[str, Any]:
+        # As torch.compile looks for one; without it code for a CPU cannot be compiled.
         compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
         devices_and_dtypes = [("cpu", torch.float32)]
         if torch.cuda.is_available():
@@ -74,7 +75,7 @@ def devices() -> list[dict[str, Any]]:
 def live_kernels() -> dict[str, str | None]:
     """Return why each attention kernel of live heads cannot run here, by its name; None where it can."""
     if not torch.cuda.is_available():
-        # On a CPU, PyTorch itself has these two.
+        # Of the named kernels PyTorch has these two on a CPU.
         return dict.fromkeys(KERNELS, "no CUDA device") | dict.fromkeys(("flash", "math"))
     cudnn = None if torch.backends.cudnn.is_available() else "this build of torch has no cuDNN"
     return dict.fromkeys(KERNELS) | {"cudnn": cudnn}

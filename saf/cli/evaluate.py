@@ -82,15 +82,19 @@ class Command:
             if self.tasks:
                 from saf.hf import lm_eval  # noqa: F401 - a missing package raises before the model is opened
             opened = open_model(self.model, self.data, self.device, precision=self.precision, needs_data=not self.tasks)
+            record, tables, answers = {}, [], None
             if opened.data is None:
                 self._refuse("bos", "partition", "limit", without="--data")
             with ProgressBars(quiet=not is_rank0()) as progress:
                 # Tasks first: missing or too long questions raise an error before minutes of perplexity.
-                answers = self._zero_shot(opened, progress) if self.tasks else None
-                record = {} if opened.data is None else self._perplexity(opened, progress)
-            tables = [self._table(opened, record)] if record else []
+                if self.tasks:
+                    answers = self._zero_shot(opened, progress)
+                if opened.data is not None:
+                    record = self._perplexity(opened, progress)
+                    tables.append(self._table(opened, record))
             if answers is not None:
-                record, tables = {**record, "zero_shot": answers}, [*tables, *zero_shot_tables(answers)]
+                record["zero_shot"] = answers
+                tables += zero_shot_tables(answers)
             if is_rank0():
                 show({"model": opened.folder, **record}, *tables, as_json=self.json)
         return record
@@ -107,6 +111,7 @@ class Command:
             return
         if not self.out.is_dir():
             raise InputError(f"{self.out} is a file; --out takes a folder")
+        # What a folder is shows in its files: a run with an evaluation in it would be read as one of the two.
         others = sorted({path.name for path in self.out.iterdir()} - {*EVALUATION_FILES, *ZERO_SHOT_FILES})
         if others:
             raise InputError(f"{self.out} holds {others[0]}, which `saf evaluate` did not write; name a new folder")
@@ -131,8 +136,10 @@ class Command:
 
     def _table(self, opened: OpenedModel, record: dict[str, Any]) -> Table:
         data: Any = opened.data
-        begins = [1, *(int(end) + 1 for end, _ in record["by_position"])]
-        losses = [f"{x:.3f} (tokens {b:,}-{end:,})" for b, (end, x) in zip(begins, record["by_position"], strict=False)]
+        losses, begin = [], 1
+        for end, loss in record["by_position"]:
+            losses.append(f"{loss:.3f} (tokens {begin:,}-{end:,})")
+            begin = end + 1
         rows = {
             "perplexity": f"{record['perplexity']:.4f}",
             "loss, nats per token": f"{record['loss']:.5f}",
@@ -150,7 +157,10 @@ class Command:
 
         if self.length is not None and self.length > opened.longest:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
-        show_task = lambda name, *counts: progress(f"answering {name}", "requests", *counts)  # noqa: E731
+
+        def show_task(name: str, done: int, total: int) -> None:
+            progress(f"answering {name}", "requests", done, total)
+
         answers = ask(opened, self, longest=self.length, progress=show_task)
         settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
         facts = {"precision": precision_in_use(opened.model, self.precision), "of": model_facts(opened.model)}

@@ -57,15 +57,15 @@ class Command(TrainFlags):
         return show_result(lambda: pretrain(self.config, resume=self.resume and has_begun), self)
 
 
-_OF_TASK = ("batch_size", "updates", "peak_lr")  # their defaults are the task's
+_OF_TASK = ("batch_size", "updates", "peak_lr")  # known once the task is: their defaults are its
 FIRST = {
     Command: (
-        *("data", "out", "parent", "resume", "task", "examples", "epochs", "like", *_OF_TASK),
-        *("seed", "device", "freeze", "json"),
+        "data", "out", "parent", "resume", "task", "examples", "epochs", "like", *_OF_TASK,
+        "seed", "device", "freeze", "json",
     ),
     FinetuneSettings: ("test", "tokenizer"),
     **FIRST_OF_FREEZING,
-}
+}  # fmt: skip
 """The settings that `--help` shows."""
 
 
@@ -77,6 +77,7 @@ def parse_words(words: Sequence[str]) -> Command:
         InputError: A setting that cannot be used, or no parent, task or test file.
     """
     words = _with_data_of_task(words)
+    # The parent's settings are the defaults of these flags, so it is opened before all flags are parsed.
     early = EarlyFlags.of(words)
     if early.out is None or not (early.parent or early.resume):
         if {"-h", "--help", "--help-all"} & set(words):
@@ -84,14 +85,14 @@ def parse_words(words: Sequence[str]) -> Command:
             return parse(Command, words, prog="saf finetune", first={**FIRST, Command: shown})
         raise InputError("finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out")
     base = _base_settings(early, early.out)
-    base_of = lambda kind: {each.name: base[each.name] for each in fields(kind) if each.name in base}  # noqa: E731
-    config, examples = TrainConfig(**base_of(TrainConfig)), FinetuneSettings(**base_of(FinetuneSettings))
+    config, examples = _built(TrainConfig, base), _built(FinetuneSettings, base)
     default = replace(Command.of(config), examples=examples)
     flags = parse(Command, words, prog="saf finetune", default=default, first=FIRST)
     changes = changes_of(flags, default) | {"parent": base["parent"]}
     if config.task == MQARTask.name:
         if flags.examples != examples:
             raise InputError("--test and what belongs to files of examples have no effect on mqar; leave them out")
+        # The task's recovery updates to report at, without those that a shorter run does not reach.
         updates = changes.get("updates", config.updates)
         reports = changes.get("report_at", config.report_at)
         changes["report_at"] = tuple(update for update in reports if update <= updates)
@@ -106,13 +107,20 @@ def parse_words(words: Sequence[str]) -> Command:
     return flags
 
 
+def _built(kind: type[Any], values: dict[str, Any]) -> Any:
+    """Return the settings of a dataclass, its fields taken from `values`, which may have others."""
+    return kind(**{each.name: values[each.name] for each in fields(kind) if each.name in values})
+
+
 def _with_data_of_task(words: Sequence[str]) -> list[str]:
     """Return the words with `--task FILE.jsonl` written as `--task jsonl --data FILE.jsonl`."""
-    words = [part for word in words for part in (word.split("=", 1) if word.startswith("--task=") else [word])]
-    for at, (flag, value) in enumerate(pairwise(words)):
+    split: list[str] = []
+    for word in words:
+        split += word.split("=", 1) if word.startswith("--task=") else [word]
+    for at, (flag, value) in enumerate(pairwise(split)):
         if flag == "--task" and is_json_lines(value):
-            return [*words[:at], "--task", "jsonl", "--data", *words[at + 1 :]]
-    return words
+            return [*split[:at], "--task", "jsonl", "--data", *split[at + 1 :]]
+    return split
 
 
 def _base_settings(early: EarlyFlags, out: Path) -> dict[str, Any]:
@@ -121,10 +129,9 @@ def _base_settings(early: EarlyFlags, out: Path) -> dict[str, Any]:
         # A run that is still choosing its number of epochs has no config.json yet.
         recorded = recorded_config(out) if early.resumed else pending_choice(out)
         if recorded is not None:
-            if early.parent is not None and not (
-                recorded.parent and refers_to_checkpoint(early.parent, recorded.parent)
-            ):
-                raise InputError(f"the run in {out} began at {recorded.parent}; got parent {early.parent}")
+            began_at = recorded.parent
+            if early.parent is not None and not (began_at and refers_to_checkpoint(early.parent, began_at)):
+                raise InputError(f"the run in {out} began at {began_at}; got parent {early.parent}")
             return {**vars(recorded), **(vars(recorded.finetuning) if recorded.finetuning else {})}
     if early.parent is None:
         raise InputError(f"{out} holds no run to resume; check --out, or start a new run with --parent")

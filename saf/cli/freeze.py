@@ -55,7 +55,7 @@ class Command(CheckpointFreezing):
             from saf.hf.folders import open_folder_source
 
             open_source, kind = open_folder_source, "model"
-        if self.length is not None:  # whoever names a length has chosen it
+        if self.length is not None:  # whoever names a length knows that it is shorter than the model's longest input
             warnings.filterwarnings("ignore", category=LengthWarning)
         with ProgressBars(next_steps=NEXT_STEPS) as progress:
             new_progress = lambda verb, items: partial(progress, verb, items)  # noqa: E731
@@ -93,20 +93,11 @@ def _lines(title: str, *commands: list[Any]) -> str:
 
 FIRST = {
     Command: (
-        "checkpoint",
-        "config",
-        "out",
-        "data",
-        "sequences",
-        "length",
-        "heldout_sequences",
-        "accept_loss",
-        "heal",
-        "device",
-        "json",
+        "checkpoint", "config", "out", "data", "sequences", "length",
+        "heldout_sequences", "accept_loss", "heal", "device", "json",
     ),
     FreezeConfig: ("rate", "score", "joint_cost", "budget"),
-}
+}  # fmt: skip
 """The settings that `--help` shows."""
 
 parse_words = partial(parse, Command, prog="saf freeze", first=FIRST)

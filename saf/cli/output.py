@@ -49,6 +49,7 @@ class ProgressBars(AbstractContextManager):
         counts = TextColumn("{task.completed:.0f}/{task.total:.0f} {task.fields[items]}")
         columns = (TextColumn("{task.description}"), BarColumn(), counts, TimeRemainingColumn())
         hidden = quiet or self._prints_lines
+        # Items may take minutes each, and rich estimates from 30 s of history by default.
         self._bars = Progress(*columns, console=console, disable=hidden, speed_estimate_period=600)
         self._tasks: dict[str, TaskID] = {}
         self._last_line = time.monotonic()
@@ -62,6 +63,7 @@ class ProgressBars(AbstractContextManager):
             self._bars.start()
         task, now = self._bars.tasks[self._tasks[verb]], time.monotonic()
         self._bars.update(task.id, completed=done)
+        # A hidden bar still estimates the time left, for the lines.
         if self._prints_lines and done and (done == total or now - self._last_line >= LINE_INTERVAL):
             self._last_line, left = now, task.time_remaining
             print_progress(f"{verb} {done}/{total} {items}" + (f", {seconds(left)} left" if left else ""))

@@ -1,4 +1,8 @@
-"""Parse the command line: tyro on a command's dataclass, a short help and a whole one, and types tyro cannot read."""
+"""`parse` reads a command line into its dataclass by tyro; below: a short and a whole help, and types tyro cannot read.
+
+tyro makes the flags. Its help would show all 80 settings of `saf pretrain`, so `--help` shows those that a command
+names, and `--help-all` every one.
+"""
 
 import json
 import re
@@ -47,12 +51,17 @@ def parse(
     A share may be written in percent: `--budget 1%`. Ends the process after the help, with exit code 0, and for bad
     arguments, with 2.
     """
+    # Cascade: flags of the run may stand behind `schedule:NAME`, too.
     options: dict[str, Any] = {"prog": prog, "registry": RULES, "config": (tyro.conf.CascadeSubcommandArgs,)}
-    options |= {} if default is None else {"default": default}
+    if default is not None:
+        options["default"] = default
     if not {"-h", "--help", "--help-all"} & set(words):
         return tyro.cli(command, args=list(map(_without_percent, words)), **options)
     shown = {} if "--help-all" in words or first is None else first
-    text = cleandoc(doc or command.__doc__ or "") + "\n\nMore settings: --help-all." * bool(shown)
+    text = cleandoc(doc or command.__doc__ or "")
+    if shown:
+        text += "\n\nMore settings: --help-all."
+    # Printed here, with an empty description for tyro, which would fill the lines of the commands, too.
     print("\n\n".join(map(_filled, text.split("\n\n"))) + "\n")
     options["description"] = ""
     options["config"] += (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)  # help alone: --no-x is still a flag
@@ -75,22 +84,22 @@ def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | No
     if not is_dataclass(info.type) or info.type.__module__.startswith("tyro."):
         return None
     kind: Any = info.type
-    docs = {
-        doc.arg_name: " ".join((doc.description or "").split())
-        for base in reversed(kind.__mro__[:-1])
-        for doc in docstring_parser.parse_from_object(base).params
-    }
+    docs = {}
+    for base in reversed(kind.__mro__[:-1]):  # a field's text in a derived class replaces that of its base
+        for doc in docstring_parser.parse_from_object(base).params:
+            docs[doc.arg_name] = " ".join((doc.description or "").split())
     hints, members = get_type_hints(kind, include_extras=True), []
     for each in fields(kind):
         hint: Any = hints[each.name]
         default = each.default
-        if isinstance(info.default, kind):
+        if isinstance(info.default, kind):  # an instance that stands for the defaults, such as the parent's settings
             default = getattr(info.default, each.name)
         elif default is MISSING:
             default = tyro.MISSING if each.default_factory is MISSING else each.default_factory()
         if each.name not in first.get(kind, [each.name]):
             hint = Annotated[hint, tyro.conf.Suppress]
         elif default is tyro.MISSING or default is None or default in ((), {}, ""):
+            # Not "(default: None)": the text of such a setting says what happens without it.
             behaviour = "(required)" if default is tyro.MISSING else "(optional)"
             hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=behaviour)]
         text = docs.get(each.name)
@@ -153,8 +162,10 @@ def _value(word: str) -> Any:
 
 
 def _write_options(values: Mapping[str, Any]) -> list[str]:
-    shown = ((name, value if isinstance(value, str) else json.dumps(value)) for name, value in values.items())
-    return [word for pair in shown for word in pair]
+    words: list[str] = []
+    for name, value in values.items():
+        words += name, value if isinstance(value, str) else json.dumps(value)
+    return words
 
 
 SPECS: dict[Any, PrimitiveConstructorSpec[Any]] = {

@@ -23,12 +23,13 @@ from saf.tasks.mqar import recall_tables
 from saf.train import EXIT_STOPPED, TrainConfig, continue_from, open_checkpoint, pretrain
 from saf.train.config import recorded_config
 
+# tyro makes flags of an instance alone: with None as the default, there would be no `--freeze.*`.
 NOTHING_FROZEN = FreezeConfig(rate=0.0)
-"""The default of `--freeze.*`, by which no head freezes; None would have no flags."""
+"""The default of `--freeze.*`, by which no head freezes."""
 FIRST_FLAGS = (
-    *("data", "out", "parent", "resume", "model", "length", "batch_size", "accumulation", "updates", "peak_lr"),
-    *("seed", "device", "freeze", "schedule", "json"),
-)
+    "data", "out", "parent", "resume", "model", "length", "batch_size", "accumulation", "updates", "peak_lr",
+    "seed", "device", "freeze", "schedule", "json",
+)  # fmt: skip
 FIRST_OF_FREEZING = {FreezeConfig: ("rate", "score", "operation")}
 """The settings that `--help` shows; `--help-all` shows every one."""
 
@@ -84,6 +85,7 @@ def parse_words(words: Sequence[str]) -> Command:
         CheckpointError: The parent is no whole checkpoint.
         InputError: There is no run to resume, or a setting that cannot be used.
     """
+    # The settings of the parent, or of the run to resume, are the defaults of the flags: they are read first.
     early = EarlyFlags.of(words)
     base = None
     if early.resumed and early.out is not None:
@@ -104,6 +106,7 @@ def parse_words(words: Sequence[str]) -> Command:
     if early.resumed:
         flags.config = replace(base, **changes)
     else:
+        # Not `replace`: with --freeze.rate and no schedule, `continue_from` freezes right at the parent.
         flags.config = continue_from(early.checkpoint(), **{"out": flags.out, **changes})
     return flags
 
@@ -141,6 +144,7 @@ def changes_of(flags: TrainFlags, default: TrainFlags) -> dict[str, Any]:
     """Return the settings in which flags differ from their defaults; raise InputError for one without effect."""
     names = [each.name for each in fields(TrainConfig)]
     changes = {name: getattr(flags, name) for name in names if getattr(flags, name) != getattr(default, name)}
+    # A flag without effect is refused: a run of days would otherwise not be the one that was meant.
     if "schedule" in changes and flags.freeze == NOTHING_FROZEN:
         raise InputError("--schedule has no effect without a number of heads: add --freeze.rate, or leave it out")
     text_only = [name for name in ("sampler", "calibration_source", "token_losses") if name in changes]
@@ -153,6 +157,7 @@ def changes_of(flags: TrainFlags, default: TrainFlags) -> dict[str, Any]:
 
 def _without_default(freeze: FreezeConfig) -> FreezeConfig | None:
     """Return the settings of freezing, or None for `NOTHING_FROZEN`; raise InputError unless one sets the heads."""
+    # `rate` of `NOTHING_FROZEN` is 0, so a rate that is set shows; `FreezeConfig()` has 0.25.
     counts = [name for name in COUNT_SETTINGS if getattr(freeze, name) not in (None, 0.0)]
     if len(counts) > 1:
         raise InputError(f"give one of rate, count, heads and match_heads, got {' and '.join(counts)}")
@@ -179,7 +184,7 @@ def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[
         elif is_rank0():
             run = RecordedRun.open(flags.config.out)
             show(result, result_table(run), *recall_tables(result), as_json=flags.json)
-    if stopped:
+    if stopped:  # a code of its own, by which a job's script starts the same command again with --resume
         raise SystemExit(EXIT_STOPPED)
     return result
 
