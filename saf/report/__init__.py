@@ -17,7 +17,8 @@ def attention_shares(run: RecordedRun) -> tuple[float, float] | None:
         return None
     config = GPTConfig.from_dict(shape)
     every = config.flops_per_token(length)
-    mixing = 1 - config.flops_per_token(0) / every
+    mixing = 1 - config.flops_per_token(0) / every  # at no context nothing is mixed
+    # Two C x C projections a layer, query and key; 6 operations a weight, forward and backward.
     projections = 6.0 * config.num_layers * 2 * config.hidden_size**2 / every
     return mixing, (mixing + projections) * len(run.edited_heads) / run.num_heads
 

@@ -32,10 +32,15 @@ PALETTE = {
 """Colours of the page by name: light, dark. Light ones are all different: `svg` replaces each by its variable."""
 COLOUR = {name: light for name, (light, _) in PALETTE.items()}
 STYLE: Any = {
-    **{"svg.fonttype": "none", "font.size": 9.5, "axes.spines.top": False, "axes.spines.right": False},
-    **{"axes.edgecolor": COLOUR["rule"], "axes.labelcolor": COLOUR["soft"], "axes.titlelocation": "left"},
-    **{"text.color": COLOUR["soft"], "xtick.color": COLOUR["soft"], "ytick.color": COLOUR["soft"]},
-    **{"axes.titlecolor": COLOUR["ink"], "axes.titlesize": 10.5, "legend.frameon": False, "figure.dpi": 72},
+    **dict.fromkeys(("axes.labelcolor", "text.color", "xtick.color", "ytick.color"), COLOUR["soft"]),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "legend.frameon"), False),
+    "axes.edgecolor": COLOUR["rule"],
+    "axes.titlecolor": COLOUR["ink"],
+    "axes.titlelocation": "left",
+    "axes.titlesize": 10.5,
+    "figure.dpi": 72,
+    "font.size": 9.5,
+    "svg.fonttype": "none",  # text stays text: smaller, can be searched, and takes the page's font
 }
 WIDTH, HEIGHT = 6.2, 3.3
 """Inches of a figure: 446 pixels wide, so that its words can be read on a page 400 pixels wide."""
@@ -53,16 +58,21 @@ _FULL_BLUE = 2.0
 
 def svg(draw: Callable[[Axes], None], *, name: str, height: float = HEIGHT) -> str:
     """Return the figure of `draw` as an SVG element; `name` makes its ids differ from those of other figures."""
-    with mpl.rc_context({**STYLE, "svg.hashsalt": name}):
+    with mpl.rc_context({**STYLE, "svg.hashsalt": name}):  # with a salt ids are equal in every run, too
         figure = Figure(figsize=(WIDTH, height), layout="constrained")
         draw(figure.subplots())
         text = io.StringIO()
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
-    element = re.sub(r' id="[\w.]+_\d+"', "", text.getvalue()[text.getvalue().index("<svg") :])
+    element = text.getvalue()
+    element = element[element.index("<svg") :]  # no XML declaration within HTML
+    # Groups are numbered alike in every figure, and nothing refers to them; ids of clip paths stay.
+    element = re.sub(r' id="[\w.]+_\d+"', "", element)
+    # Metadata has addresses of the web, which a page that asks for nothing should not name.
     element = re.sub(r"<metadata>.*?</metadata>", "", element, flags=re.DOTALL)
     element = re.sub(r"(font: [^;\"]*?px) [^;\"]*", r"\1 system-ui, sans-serif", element)
     for css, light in COLOUR.items():
         element = element.replace(light, f"var(--{css})")
+    # Without a size of its own a figure follows the width of the page.
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'class="figure" role="img"', element, count=1)
 
 
@@ -94,10 +104,12 @@ def shape_of(run: RecordedRun) -> tuple[int, int]:
 def _draw_map(axis: Axes, run: RecordedRun) -> None:
     layers, heads = shape_of(run)
     freeze = run.freeze_report or {}
-    cells = np.zeros((layers, heads, CELL, CELL, 4))
-    inner = cells[:, :, 1:-1, 1:-1]
+    cells = np.zeros((layers, heads, CELL, CELL, 4))  # red, green, blue, opacity
+    inner = cells[:, :, 1:-1, 1:-1]  # a pixel on every side stays empty, between the heads
     inner[..., :3] = _ORANGE
-    inner[..., 3] = 0.08 + 0.5 * _score_ranks(freeze["scores"])[:, :, None, None] if freeze else 0.08
+    inner[..., 3] = 0.08  # so that a live head without a score can be seen
+    if freeze:
+        inner[..., 3] += 0.5 * _score_ranks(freeze["scores"])[:, :, None, None]
     for layer, head in run.pruned_heads:
         inner[layer, head] = 0.0
     for layer, head in run.frozen_heads:
@@ -107,6 +119,7 @@ def _draw_map(axis: Axes, run: RecordedRun) -> None:
     turned = layers > heads
     grid = cells.transpose(1, 0, 2, 3, 4) if turned else cells
     rows, columns = grid.shape[:2]
+    # One picture of all heads: a small model's map has 16 of them, a large one's thousands.
     canvas = grid.transpose(0, 2, 1, 3, 4).reshape(rows * CELL, columns * CELL, 4)
     axis.imshow(canvas, extent=(-0.5, columns - 0.5, rows - 0.5, -0.5), interpolation="nearest", aspect="equal")
     for kind, some in (("frozen", run.frozen_heads), ("pruned", run.pruned_heads)):
@@ -126,6 +139,7 @@ def _draw_map(axis: Axes, run: RecordedRun) -> None:
 
 def _score_ranks(scores: Sequence[Sequence[float | None]]) -> np.ndarray:
     """Return the rank of each head's score, from 0 for the lowest to 1 for the highest; 0 without a score."""
+    # Ranks, because variances spread over powers of ten: shown as they are, all but a few heads would look alike.
     values = np.array([[np.nan if one is None else one for one in row] for row in scores], dtype=float)
     ranks = values.ravel().argsort().argsort().reshape(values.shape) / max(1, np.isfinite(values).sum() - 1)
     return np.where(np.isfinite(values), ranks, 0.0)
@@ -137,26 +151,22 @@ def patterns(run: RecordedRun) -> list[np.ndarray]:
     Queries run down and keys across, in even bins. Above a faint base, a value is 0 for attention up to uniform over
     the keys before the query, and 1 from 100 times that on.
     """
-    pattern = _compact(run)
-    if pattern is None:
+    tensors = run.freeze_tensors
+    if not {"alpha", "rho"} <= tensors.keys():  # dense patterns, or heads that are pruned
         return []
+    # Records have alpha and rho in float32; log Z is computed again, in float64.
+    pattern = CompactPattern.from_parameters(tensors["alpha"].double(), tensors["rho"].double()).canonical()
     size, length = CELL - 2, pattern.length
     edges = np.unique(np.linspace(0, length, size + 1).astype(int))
     pictures = np.zeros((pattern.alpha.shape[0], size, size))
     for row, end in enumerate(edges[1:]):
         query, starts = int(end) - 1, edges[: row + 1]
+        # Eq. (3) of the bin's last query alone: the whole pattern has length x length entries a head.
         logits = pattern.alpha[:, :end] + pattern.rho[:, :end].flip(-1) - pattern.log_z[:, query : query + 1]
         share = np.add.reduceat(logits.exp().numpy(), starts, axis=-1) / np.diff(np.append(starts, end))
         pictures[:, row, : row + 1] = np.log10(np.maximum(share * end, 1e-9)) / _FULL_BLUE
     lower = np.tril(np.ones((size, size)))
     return [np.clip(picture, 0.0, 1.0) * 0.88 + 0.12 * lower for picture in pictures]
-
-
-def _compact(run: RecordedRun) -> CompactPattern | None:
-    tensors = run.freeze_tensors
-    if not {"alpha", "rho"} <= tensors.keys():
-        return None
-    return CompactPattern.from_parameters(tensors["alpha"].double(), tensors["rho"].double()).canonical()
 
 
 # --- training
@@ -171,10 +181,10 @@ def loss(runs: Sequence[RecordedRun], names: Sequence[str], colours: Sequence[st
             updates, losses = _losses(run)
             smooth = binned(updates, losses, SMOOTH_POINTS, fewest=5)
             axis.plot(*binned(updates, losses, CURVE_POINTS), color=COLOUR[css], lw=0.6, alpha=0.25)
-            axis.plot(*smooth, color=COLOUR[css], lw=1.6, label=_label(name))
-            shown.append(
-                smooth[1][len(smooth[1]) // 10 :]
-            )  # without the first tenth, whose high losses would flatten the rest
+            label = plain(name).replace("$", r"\$")  # matplotlib would read dollars as mathematics
+            axis.plot(*smooth, color=COLOUR[css], lw=1.6, label=label)
+            # Without the first tenth, whose high losses would flatten the rest.
+            shown.append(smooth[1][len(smooth[1]) // 10 :])
             probes = [(each["update"], each["loss"]) for each in run.evaluations if each.get("loss") is not None]
             if probes:
                 axis.plot(*zip(*probes, strict=True), "o", color=COLOUR[css], markersize=3, markerfacecolor="none")
@@ -189,11 +199,6 @@ def loss(runs: Sequence[RecordedRun], names: Sequence[str], colours: Sequence[st
         axis.legend()
 
     return svg(draw, name="loss")
-
-
-def _label(name: str) -> str:
-    """Escape dollars, which matplotlib would read as mathematics."""
-    return plain(name).replace("$", r"\$")
 
 
 def _losses(run: RecordedRun) -> tuple[np.ndarray, np.ndarray]:

@@ -1,9 +1,11 @@
 """The page about training runs, or about a frozen Hugging Face model: one HTML file that needs nothing but itself."""
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib.resources import files
+from itertools import product
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -58,28 +60,26 @@ def write_report(paths: Sequence[Path | str], out: Path | str) -> Path:
 def _render(
     runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison], tables: Sequence[Table]
 ) -> str:
-    def finalize(value: Any) -> Any:
-        return plain(value) if isinstance(value, str) and not hasattr(value, "__html__") else value
+    def finalize(value: Any) -> Any:  # Jinja calls it for every expression of the template
+        return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
     colours = dict(zip(names, arm_colours(runs), strict=True))
     edited = [(run, name) for run, name in zip(runs, names, strict=True) if run.edited_heads]
     trained = [(run, name, colours[name]) for run, name in zip(runs, names, strict=True) if run.metrics]
-    template = files("saf.report").joinpath("page.html").read_text(encoding="utf-8")
-    return (
-        Environment(autoescape=True, finalize=finalize)
-        .from_string(template)
-        .render(
-            light=Markup(figures.variables(0)),
-            dark=Markup(figures.variables(1)),
-            names=names,
-            colours=colours,
-            headline=headline(runs, comparisons),
-            warnings=list(_warnings(comparisons)),
-            maps=[_map(run, name, number, several=len(edited) > 1) for number, (run, name) in enumerate(edited)],
-            curve=Markup(figures.loss(*zip(*trained, strict=True))) if trained else None,
-            tables=tables,
-            provenance=_provenance(runs, names),
-        )
+    text = files("saf.report").joinpath("page.html").read_text(encoding="utf-8")
+    # Names of folders and reasons come from outside: all is escaped but `Markup`, which this package writes itself.
+    template = Environment(autoescape=True, finalize=finalize).from_string(text)
+    return template.render(
+        light=Markup(figures.variables(0)),
+        dark=Markup(figures.variables(1)),
+        names=names,
+        colours=colours,
+        headline=headline(runs, comparisons),
+        warnings=list(_warnings(comparisons)),
+        maps=[_map(run, name, number, several=len(edited) > 1) for number, (run, name) in enumerate(edited)],
+        curve=Markup(figures.loss(*zip(*trained, strict=True))) if trained else None,
+        tables=tables,
+        provenance=_provenance(runs, names),
     )
 
 
@@ -130,20 +130,21 @@ def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[
     freeze = run.freeze_report or {}
     kls, rejected = ({tuple(head): kl for *head, kl in freeze.get(key, ())} for key in ("fit_kl", "rejected"))
     config, event, sequences = freeze.get("config") or {}, run.newest_freeze, freeze.get("num_sequences")
-    costs: dict[str, float] = {}
+    costs: Counter[str] = Counter()
     for each in run.events:
-        costs |= {part: costs.get(part, 0.0) + cost for part, cost in each.seconds.items()}
-    parts = ", ".join(f"{part.replace('_', ' ')} {seconds(cost)}" for part, cost in costs.items())
+        costs.update(each.seconds)
     settings = ("score", "rate") if config.get("operation") == "prune" else ("score", "rate", "pattern", "storage")
-    facts = {
-        **{name: config.get(name) for name in settings},
-        "calibrated on": f"{sequences} × {number(freeze.get('length'))} tokens" if sequences else None,
-        "KL of fits": f"median {number(median(kls.values()), 3)}, at most {number(max(kls.values()), 3)} nats"
-        if kls
-        else None,
-        "held-out loss, before and after": _losses(event) if event else None,
-        "freezing took": f"{seconds(sum(costs.values()))}: {parts}" if costs else None,
-    }
+    facts = {name: config.get(name) for name in settings}
+    if sequences:
+        facts["calibrated on"] = f"{sequences} × {number(freeze.get('length'))} tokens"
+    if kls:
+        largest = number(max(kls.values()), 3)
+        facts["KL of fits"] = f"median {number(median(kls.values()), 3)}, at most {largest} nats"
+    if event:
+        facts["held-out loss, before and after"] = _losses(event)
+    if costs:
+        parts = ", ".join(f"{part.replace('_', ' ')} {seconds(cost)}" for part, cost in costs.items())
+        facts["freezing took"] = f"{seconds(sum(costs.values()))}: {parts}"
     return {
         "title": f"Heads of {name}" if several else "Heads",
         "caption": f"{run.heads_in_words} of {run.num_heads}",
@@ -158,15 +159,18 @@ def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[
 
 def _head_table(run: RecordedRun, kls: Mapping[Any, float], rejected: Mapping[Any, float]) -> Table:
     layers, heads = figures.shape_of(run)
-    freeze, entropy = run.freeze_report or {}, run.freeze_tensors.get("row_entropy")
-    kinds = {tuple(head): kind for kind in ("frozen", "pruned") for head in getattr(run, f"{kind}_heads")}
+    freeze, entropies = run.freeze_report or {}, run.freeze_tensors.get("row_entropy")
+    states = dict.fromkeys(rejected, "does not fit")
+    states |= dict.fromkeys(map(tuple, run.frozen_heads), "frozen")
+    states |= dict.fromkeys(map(tuple, run.pruned_heads), "pruned")
     rows = []
-    for place in ((layer, head) for layer in range(layers) for head in range(heads)):
-        score = freeze["scores"][place[0]][place[1]] if freeze else None
-        spread = None if entropy is None or entropy[place].isnan() else float(entropy[place])
-        kind = kinds.get(place, "does not fit" if place in rejected else "live")
-        kl = kls.get(place, rejected.get(place))
-        rows.append([f"{place[0]}.{place[1]}", kind, number(score), number(kl, 3), number(spread)])
+    for layer, head in product(range(layers), range(heads)):
+        score = freeze["scores"][layer][head] if freeze else None
+        kl = kls.get((layer, head), rejected.get((layer, head)))
+        # NaN for heads that were frozen before this event, and so were not measured.
+        entropy = None if entropies is None or entropies[layer, head].isnan() else float(entropies[layer, head])
+        state = states.get((layer, head), "live")
+        rows.append([f"{layer}.{head}", state, number(score), number(kl, 3), number(entropy)])
     score = str(freeze.get("score_name", "score"))
     return Table.of("", ("layer.head", "state", score, "KL of the fit, nats", "row entropy, nats"), rows).used()
 
@@ -190,12 +194,11 @@ def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequ
     if any(len(run.events) > 1 for run in runs):
         columns = ("arm", "event", "after update", "heads", "controller loss", "kept", "took", "reason")
         yield Table.of("Events", columns, [[name, *_event_row(event)] for run, name in named for event in run.events])
-    answers = [
-        [name, f"{100 * result['accuracy']:.2f}% ± {100 * result['standard_error']:.2f}"]
-        + [result[column] for column in ("questions", "judged_by", "shortened")]
-        for result, name in ((run.result, name) for run, name in named)
-        if result.get("accuracy") is not None
-    ]
+    answers = []
+    for run, name in named:
+        if (accuracy := run.result.get("accuracy")) is not None:
+            row = [name, f"{100 * accuracy:.2f}% ± {100 * run.result['standard_error']:.2f}"]
+            answers.append(row + [run.result[column] for column in ("questions", "judged_by", "shortened")])
     if answers:
         columns = ("run", "accuracy ± standard error", "questions", "judged by", "text shortened")
         yield Table.of("Accuracy", columns, answers)
@@ -219,7 +222,7 @@ def _provenance(runs: Sequence[RecordedRun], names: Sequence[str]) -> Table:
     for run in runs:
         flat: dict[str, Any] = {}
         for key, value in dict(run.result.get("provenance") or {}).items():
-            if key not in ("heads", "pruned"):
+            if key not in ("heads", "pruned"):  # the maps show them
                 group = value if isinstance(value, Mapping) else {"": value}
                 flat |= {f"{key} {name}".strip().replace("_", " "): each for name, each in group.items()}
         flat["evaluation windows"] = run.evaluation.get("windows_hash")
@@ -256,6 +259,7 @@ def _model(folder: Path, evaluations: Sequence[Path]) -> tuple[RecordedRun, list
     tables = [table for record in (change, answered) if record for table in pair_tables(record)]
     if change is None:
         return run, [], tables
+    # The table of arms reads times and memory of updates, which an evaluation has not.
     timeless = dict.fromkeys(("update_time_ratio", "peak_memory_ordinary", "peak_memory_frozen"))
     return run, [ArmComparison(folder.name, run, run, {**timeless, **change})], tables
 
@@ -269,5 +273,5 @@ def _as_run(folder: Path, inspected: Mapping[str, Any]) -> RecordedRun:
     result["provenance"] = {**origin, "model": inspected["hash"], **heads}
     run = RecordedRun(folder=folder, config=config, result=result, events=read_events(folder))
     if run.freeze_report and sorted(map(tuple, run.freeze_report["heads"])) != sorted(map(tuple, run.edited_heads)):
-        return replace(run, events=[])  # of other heads: the model was edited again elsewhere
+        return replace(run, events=[])  # events of other heads: the model was edited again elsewhere
     return run
