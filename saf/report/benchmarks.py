@@ -17,6 +17,7 @@ SPEEDS = ("update", "finetune", "prefill", "attention", "decode", "op")
 REFUSED = "refused"
 NEAR_ONE = 0.005
 """A bound this close to 1 leaves nothing to take a share of."""
+# The committed results have records of earlier versions, whose tables are rendered from them, too.
 _WORDS = {"update": "", "both": "forward and backward", "call": "called", GRAPH: "replayed as a CUDA graph"}
 _KERNELS = {
     "cudnn": "cuDNN",
@@ -41,31 +42,35 @@ def tables(record: Record) -> list[Part]:
         parts += [_speed_table(title, lines) for title, lines in titled.items()]
     if record["memory"]:
         parts.append(_table("peak memory", [memory_cells(record, entry) for entry in record["memory"]]))
-    return [*parts, *(_refusals(record) if record["kind"] in SPEEDS else ()), *_missing(record)]
+    if record["kind"] in SPEEDS:
+        parts += _refusals(record)
+    return [*parts, *_missing(record)]
 
 
 def _speed_table(title: str, lines: Sequence[tuple[Record, Mapping[str, str]]]) -> Table:
     """Return a table that 80 columns hold: its note has the numbers of pairs and the controls."""
     shown = []
     for _, cells in lines:
-        spread, cache, baseline = (cells[name] for name in ("middle half of pairs", "cache", "baseline cache"))
-        times = {name: text for name, text in cells.items() if "ms" in name.split()}
-        shown.append(
-            {
-                **{name: cells[name] for name in ("point", "baseline", "arm")},
-                **times,
-                "speedup (middle half)": cells["speedup"] + f" ({spread})" * (spread != MISSING),
-                "free bound": cells["free bound"],
-                "cache": MISSING if cache == MISSING else f"{cache} of {baseline}",
-            }
-        )
-    pairs = " to ".join(dict.fromkeys(f"{pick(row['pairs'] for row, _ in lines)}" for pick in (min, max)))
+        line = {
+            name: text for name, text in cells.items() if name in ("point", "baseline", "arm") or "ms" in name.split()
+        }
+        spread, cache = cells["middle half of pairs"], cells["cache"]
+        line["speedup (middle half)"] = cells["speedup"] if spread == MISSING else f"{cells['speedup']} ({spread})"
+        line["free bound"] = cells["free bound"]
+        line["cache"] = MISSING if cache == MISSING else f"{cache} of {cells['baseline cache']}"
+        shown.append(line)
+    pairs = _range([f"{row['pairs']}" for row, _ in sorted(lines, key=lambda line: line[0]["pairs"])])
     controls = sorted({row["control_ratio"] for row, _ in lines} - {None})
-    bounds = " to ".join(dict.fromkeys(f"{each:.4f}" for each in (controls[0], controls[-1]))) if controls else MISSING
-    note = f"speedup: median of {pairs} pairs, baseline / arm; control, a second ordinary arm: {bounds}"
+    control = _range([f"{each:.4f}" for each in controls])
+    note = f"speedup: median of {pairs} pairs, baseline / arm; control, a second ordinary arm: {control}"
     if any(cells["free bound"] != MISSING for cells in shown):
         note += "; free bound: if mixing in frozen heads cost nothing"
     return _table(title, shown, notes=[note])
+
+
+def _range(texts: Sequence[str]) -> str:
+    """Name the first and the last of some texts in order: "4 to 8", "8" for equal ones, a dash for none."""
+    return " to ".join(dict.fromkeys([*texts[:1], *texts[-1:]])) or MISSING
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]], notes: Sequence[str] = ()) -> Table:
@@ -78,6 +83,7 @@ def _table(title: str, rows: Sequence[Mapping[str, str]], notes: Sequence[str] =
 
 
 def _groups(record: Record) -> list[list[Record]]:
+    # Rows of one group share their control and their free bound.
     groups: dict[Any, list[Record]] = {}
     for row in record["rows"]:
         groups.setdefault((_subject(row), *row["point"].items(), row["variant"], row["baseline"]), []).append(row)
@@ -94,6 +100,7 @@ def speed_cells(record: Record) -> Iterator[tuple[Record, dict[str, str]]]:
         free = {row["rate"]: row for row in group if row["role"] == "free" and not row["refused"]}
         for row in group:
             if row["role"] not in ("control", "free"):
+                # A pruned head has no values and no output columns: it may be faster than a free one.
                 bound = free.get(row["rate"]) if row["backend"] and row["role"] != "pruned" else None
                 yield row, _cells(row, _control(group), bound)
 
@@ -101,7 +108,7 @@ def speed_cells(record: Record) -> Iterator[tuple[Record, dict[str, str]]]:
 def _cells(row: Record, control: Record | None, free: Record | None) -> dict[str, str]:
     ratio, bound, share = None if row["refused"] else row["ratio"], free["ratio"] if free else None, None
     if ratio is not None and ratio >= 1 and bound is not None and bound >= max(1 + NEAR_ONE, ratio):
-        share = (1 - 1 / ratio) / (1 - 1 / bound)
+        share = (1 - 1 / ratio) / (1 - 1 / bound)  # saved time over the time that free heads save
     times = {}
     for side in ("baseline", "arm"):  # earlier records count operations, too
         rate = row.get(f"{side}_tflops")
@@ -128,11 +135,12 @@ def memory_cells(record: Record, entry: Record) -> dict[str, str]:
     """Return the cells of one arm's peak memory in a process of its own, and its change from ordinary attention."""
     kernel, change = entry["arm"].split()[-1], entry["change_percent"]
     several = len({each["arm"].split()[-1] for each in record["memory"]}) > 1
-    name = f"{_edited_name(entry)}{f', live heads on {_kernel_name(kernel)}' * several}" if entry["backend"] else ""
-    ordinary = _ROLES["keeping"] if " keeping " in entry["arm"] else f"ordinary, {_kernel_name(kernel)}"
+    name = f"ordinary, {_kernel_name(kernel)}"
+    if entry["backend"]:
+        name = _edited_name(entry) + (f", live heads on {_kernel_name(kernel)}" if several else "")
     return {
         "point": shape(entry["point"]),
-        "arm": name or ordinary,
+        "arm": name,
         "peak memory": f"{entry['bytes'] / 2**30:.2f} GiB",
         "against ordinary": MISSING if change is None or entry["backend"] is None else signed(change),
     }
@@ -142,9 +150,9 @@ def _refusals(record: Record) -> Iterator[str]:
     """Yield a line for each group of comparisons that is refused, with its reason."""
     for group in _groups(record):
         control, reason = _control(group), ""
-        if control is None:
-            reason = "the control could not be measured" * any(row["refused"] for row in group)
-        elif control["refused"]:
+        if control is None and any(row["refused"] for row in group):
+            reason = "the control could not be measured"
+        elif control is not None and control["refused"]:
             equal = "two ordinary models" if control.get("model") else "two times the same ordinary heads"
             reason = f"{equal} differ by {100 * abs(control['ratio'] - 1):.2f}%"
         if reason:
@@ -166,9 +174,8 @@ def _missing(record: Record) -> Iterator[str]:
 def _subject(row: Record) -> str:
     """Return what a row is about: a model, or a part of a layer."""
     if row.get("alone"):
-        return f"{row['alone']} head{'s' * (row['alone'] > 1)} alone"
-    number = "" if row.get("number") is None else f" {row['number']}"
-    return f"whole {row['part']}{number}" if "part" in row else row["model"]
+        return "1 head alone" if row["alone"] == 1 else f"{row['alone']} heads alone"
+    return f"whole {row['part']}" if "part" in row else row["model"]
 
 
 def table_title(row: Record, unusual: str = "") -> str:
@@ -204,14 +211,14 @@ def means(record: Record, *, graphed: bool) -> list[tuple[Record, dict[str, str]
 
     Orders whose control refuses them are left out. Where kernels take less time than the update, the host bounds it.
     """
-    own = [
-        row for row in record["rows"] if row["variant"].endswith(f" {GRAPH}") == graphed and row["role"] != "control"
-    ]
-    kernels = {entry["arm"]: entry["kernels"] for entry in record["kernels"]} if record["provenance"]["driver"] else {}
-    if record["settings"].get("graphs") == "both" and not graphed:
-        kernels = {}
-    repeats, lines = record["settings"]["repeats"], []
-    accepted = [row for row in own if row["backend"] and not row["refused"]]
+    kernels, repeats, lines = {}, record["settings"]["repeats"], []
+    # Profiled is the last launch mode alone, graphs where both are timed; without a driver it was a CPU.
+    if record["provenance"]["driver"] and (graphed or record["settings"].get("graphs") != "both"):
+        kernels = {entry["arm"]: entry["kernels"] for entry in record["kernels"]}
+    accepted = []
+    for row in record["rows"]:
+        if row["variant"].endswith(f" {GRAPH}") == graphed and row["backend"] and not row["refused"]:
+            accepted.append(row)
     for arm in dict.fromkeys(row["arm"] for row in accepted):
         rows = [row for row in accepted if row["arm"] == arm]
         ratios = [row["ratio"] for row in rows]
