@@ -1,7 +1,11 @@
-"""`TrainConfig` holds the settings of a run; `continue_from` returns those of a branch; config.json records them."""
+"""`TrainConfig` holds the settings of a run; `continue_from` returns those of a branch; config.json records them.
+
+Defaults of AdamW, its learning rate and the seed are those of the paper's 124M models (its appendix on controlled
+pretraining).
+"""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -142,10 +146,13 @@ class TrainConfig:
 
     def __post_init__(self):
         """Raise InputError naming the first field that cannot be used."""
-        hints = get_type_hints(TrainConfig)
-        choices = {name: get_args(kind) for name, kind in hints.items() if get_origin(kind) is Literal}
-        for name, known in {**choices, "task": TASKS, "model": PRESETS, "kernel": ("auto", *KERNELS)}.items():
+        choices: dict[str, Iterable[str]] = {"task": TASKS, "model": PRESETS, "kernel": ("auto", *KERNELS)}
+        for name, kind in get_type_hints(TrainConfig).items():
+            if get_origin(kind) is Literal:
+                choices[name] = get_args(kind)
+        for name, known in choices.items():
             check_name(name, getattr(self, name), known)
+        # Read from JSON these are lists, and the same settings must be equal.
         self.betas = (float(self.betas[0]), float(self.betas[1]))
         self.save_at = tuple(float(share) for share in self.save_at)
         self.report_at = tuple(self.report_at)
@@ -163,7 +170,8 @@ class TrainConfig:
         }  # fmt: skip
         for least, names in at_least.items():
             for name in names:
-                yield name, (value := getattr(self, name)) is None or value >= least, f"at least {least}"
+                value = getattr(self, name)
+                yield name, value is None or value >= least, f"at least {least}"
         yield "peak_lr", self.peak_lr > 0, "above 0"
         yield "clip", self.clip is None or self.clip > 0, "above 0, or None to leave gradients as they are"
         yield "min_lr_ratio", 0 <= self.min_lr_ratio <= 1, "in [0, 1]"
@@ -171,6 +179,7 @@ class TrainConfig:
         yield "save_at", all(0 <= share <= 1 for share in self.save_at), "shares in [0, 1]"
         reports = {each for each in self.report_at if 0 <= each <= self.updates}
         yield "report_at", len(reports) == len(self.report_at), f"different updates from 0 to updates={self.updates}"
+        # A whole number is of updates and a fraction a share, as in schedules: 1 and 1.0 are different moments.
         most = self.updates - self.lr_start if isinstance(self.warmup, int) else 1
         yield "warmup", 0 <= self.warmup < most, "updates or a share, fewer than all"
         budget = self.time_budget_seconds
@@ -183,11 +192,8 @@ class TrainConfig:
         yield "mqar", used, f"left out without task={MQARTask.name!r}"
         yield "fresh", self.parent is not None or not self.fresh, "False without a parent"
         yield "schedule", freeze is None or self.schedule is not None, "a schedule when freezing"
-        yield (
-            "freeze",
-            not (freeze and freeze.uses_joint_cost),
-            "without joint cost: use the schedule validation_budget",
-        )
+        joint = freeze is not None and freeze.uses_joint_cost
+        yield "freeze", not joint, "without joint cost: use the schedule validation_budget"
         trains_on = self.freeze_update != self.updates and freeze is not None
         rewarms = 0 <= self.rewarm_updates < self.updates and (trains_on or not self.rewarm)
         yield "rewarm", rewarms, "fewer updates than all, and 0 where nothing trains on after an event"
@@ -222,16 +228,22 @@ class TrainConfig:
     def to_dict(self) -> dict[str, Any]:
         """Return plain values for JSON."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        groups = {name: values[name] and write(values[name]) for name, (write, _) in _GROUPS.items()}
-        return {**values, **groups, **{name: list(values[name]) for name in ("betas", "save_at", "report_at")}}
+        for name, (write, _) in _GROUPS.items():
+            if values[name] is not None:
+                values[name] = write(values[name])
+        for name in ("betas", "save_at", "report_at"):
+            values[name] = list(values[name])
+        return values
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
         """Build from `to_dict`'s form; raise InputError naming unknown or missing fields."""
+        values = dict(values)
         try:
-            dicts = {name: values[name] for name in _GROUPS if isinstance(values.get(name), dict)}
-            groups = {name: _GROUPS[name][1](value) for name, value in dicts.items()}
-            return cls(**{**values, **groups})
+            for name, (_, read) in _GROUPS.items():
+                if isinstance(values.get(name), dict):
+                    values[name] = read(values[name])
+            return cls(**values)
         except TypeError as error:
             raise InputError(f"not a training configuration: {error}") from error
 
@@ -278,11 +290,15 @@ def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes
     elif fresh:  # the parent's may be an update that this run does not have
         settings["schedule"] = OneTime()
     if fresh:  # another task may have other tokens, the model keeps its own
-        vocabulary = {"vocab_size": checkpoint.state["model"]["vocab_size"]}
-        settings["model_overrides"] = {**vocabulary, **settings["model_overrides"]}
+        vocab_size = checkpoint.state["model"]["vocab_size"]
+        settings["model_overrides"] = {"vocab_size": vocab_size, **settings["model_overrides"]}
     config = TrainConfig.from_dict({**settings, **changes})
-    moments: dict[str, Sequence[int]] = {"updates": [config.updates], "report_at": changes.get("report_at", ())}
-    moments["save_at"] = [OneTime(at=share).first_update(config.updates) for share in changes.get("save_at", ())]
+    # Moments that this call names must not be over; inherited ones may be, and never come.
+    moments: dict[str, Sequence[int]] = {
+        "updates": [config.updates],
+        "report_at": changes.get("report_at", ()),
+        "save_at": [OneTime(at=share).first_update(config.updates) for share in changes.get("save_at", ())],
+    }
     if freeze is not None and config.schedule is not None and config.freeze_update is not None:
         moments[setting_of_moment(config.schedule)] = [config.freeze_update]
     for name, updates in moments.items():
@@ -319,9 +335,9 @@ def model_config(config: TrainConfig, *, vocab_size: int) -> GPTConfig:
 # --- config.json
 
 _ARITHMETIC = (
-    *("batch_size", "accumulation", "updates", "update_budget", "time_budget_seconds", "peak_lr", "min_lr_ratio"),
-    *("warmup", "lr_start", "betas", "weight_decay", "clip", "seed", "sampler"),
-)
+    "batch_size", "accumulation", "updates", "update_budget", "time_budget_seconds", "peak_lr", "min_lr_ratio",
+    "warmup", "lr_start", "betas", "weight_decay", "clip", "seed", "sampler",
+)  # fmt: skip
 """Settings that decide the numbers of an update: both arms of a comparison must share them."""
 
 
@@ -373,25 +389,24 @@ def recorded_config(folder: Path | str) -> TrainConfig:
     return TrainConfig.from_dict(read_run_config(Path(folder))["settings"])
 
 
-_FREE_ON_RESUME = frozenset(
-    (
-        *("out", "data", "device", "activation_checkpointing", "graphs", "parallel"),
-        *("eval_every", "save_every", "save_at", "keep", "log_every", "token_losses", "tensorboard", "quiet"),
-    )
-)
+_FREE_ON_RESUME = {
+    "out", "data", "device", "activation_checkpointing", "graphs", "parallel",
+    "eval_every", "save_every", "save_at", "keep", "log_every", "token_losses", "tensorboard", "quiet",
+}  # fmt: skip
 """Settings that a resumed run may change: places, logs and checkpoints; the data are checked by their hash."""
 
 
 def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
-    now, before = (
-        {key: value for key, value in each.items() if key not in _FREE_ON_RESUME}
-        for each in (to_json(config.to_dict()), before)
-    )
-    for each in (now, before):
-        if each["finetuning"]:
-            each["finetuning"] = {key: value for key, value in each["finetuning"].items() if key not in PATHS}
-    if changes := "; ".join(mismatches(before, now)):
+
+    def fixed(settings: dict[str, Any]) -> dict[str, Any]:
+        """Return the settings that must stay."""
+        staying = {key: value for key, value in settings.items() if key not in _FREE_ON_RESUME}
+        if staying["finetuning"]:
+            staying["finetuning"] = {key: value for key, value in staying["finetuning"].items() if key not in PATHS}
+        return staying
+
+    if changes := "; ".join(mismatches(fixed(before), fixed(to_json(config.to_dict())))):
         raise InputError(f"cannot resume with other settings ({changes}). Leave them out, or start another run")
 
 

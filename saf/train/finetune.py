@@ -1,12 +1,11 @@
 """Finetuning as a run: `finetune` trains, `choose_epochs` lets the ordinary model choose its length, settings follow.
 
 Two kinds of task are finetuned on: questions with choices, whose files of examples are read in epochs, and associative
-recall, whose examples are generated and whose number of updates is a setting.
+recall, whose examples are generated and whose number of updates is a setting. Both are runs of `pretrain`.
 """
 
 import sys
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +41,7 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
     if not examples and epochs is not None:
         raise InputError(f"epochs must be left out with task={config.task!r}, got {epochs}; give updates")
     with process_group(config.device):
+        # A folder with config.json has its epochs: the run itself began.
         if examples and not (Path(config.out) / "config.json").exists():
             if config.time_budget_seconds is not None or config.update_budget is not None:
                 raise InputError("time_budget_seconds and update_budget must be None with epochs, which fix the length")
@@ -79,7 +79,7 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
     if len(set(counts)) < MAX_EPOCHS:
         numbers = ", ".join(map(str, counts))
         raise InputError(f"1 to {MAX_EPOCHS} epochs must have different updates, got {numbers}; give epochs")
-    assert config.finetuning is not None, "the task was opened"
+    assert config.finetuning is not None, "the task was opened by these settings"
     folder = Path(config.out) / CHOICE
     record_file, trial = folder / "choice.json", folder / "trial"
     if resume and on_rank0(record_file.is_file):
@@ -88,20 +88,22 @@ def choose_epochs(config: TrainConfig, *, resume: bool = False) -> dict[str, Any
     trial_config = replace(
         config,
         out=str(trial),
+        # The test questions must not choose: the numbers of the run to come are measured on them.
         finetuning=replace(config.finetuning, judge="development"),
         schedule=None,
         updates=counts[-1],
+        # The rate is constant, so one run of five epochs passes through the ends of all shorter ones.
         report_at=tuple(counts),
         keep=1,
     )
     result = pretrain(trial_config, resume=resume and (trial / "config.json").exists())
     if "stopped_at" in result:
         return result
-    tried = [
-        {"epochs": epoch, "accuracy": each["accuracy"], "loss": each["report_loss"]}
-        for epoch, each in enumerate((result["reports"][str(updates)] for updates in counts), 1)
-    ]
-    best = max(tried, key=lambda one: (one["accuracy"], -one["epochs"]))
+    tried = []
+    for epoch, updates in enumerate(counts, 1):
+        report = result["reports"][str(updates)]
+        tried.append({"epochs": epoch, "accuracy": report["accuracy"], "loss": report["report_loss"]})
+    best = max(tried, key=lambda one: (one["accuracy"], -one["epochs"]))  # of equal ones, the fewest epochs
     if is_rank0() and not config.quiet:
         shares = ", ".join(f"{100 * one['accuracy']:.2f}%" for one in tried)
         words = f"{shares} of {result['questions']:,} development questions after 1 to {MAX_EPOCHS} epochs"
@@ -140,7 +142,7 @@ def pending_choice(out: Path | str) -> TrainConfig | None:
 
 # --- settings
 
-DEFAULTS: Mapping[str, Any] = {
+DEFAULTS: dict[str, Any] = {
     "peak_lr": 2e-5,
     "min_lr_ratio": 1.0,
     "warmup": 0,
@@ -149,7 +151,7 @@ DEFAULTS: Mapping[str, Any] = {
     "accumulation": 1,
     "clip": 1.0,
     "lr_start": 0,
-    "compile": "off",
+    "compile": "off",  # every length of a batch would be a program of its own
     "eval_every": 0,
     "report_at": (),
     "save_at": (),
@@ -157,8 +159,8 @@ DEFAULTS: Mapping[str, Any] = {
     "mqar": MQARSettings(),
 }
 """The paper's settings, and those that are not taken over from a parent. The rate is constant, so that an epoch is the
-same whatever the number of epochs; batches have many lengths, so nothing is compiled by default."""
-TASK_SETTINGS: Mapping[str, Mapping[str, Any]] = {
+same whatever the number of epochs."""
+TASK_SETTINGS: dict[str, dict[str, Any]] = {
     "jsonl": {},
     "sst2": {"max_tokens": 128},
     "boolq": {"max_tokens": 512, "too_long": "shorten"},
@@ -166,7 +168,7 @@ TASK_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "mqar": {"data": "none", "updates": 1_500, "peak_lr": 1e-4},
 }
 """Tasks that can be finetuned on, and the paper's settings of each."""
-RECOVERY: Mapping[str, Any] = {"updates": 500, "report_at": (0, 50, 200, 500), "schedule": OneTime(at=0)}
+RECOVERY: dict[str, Any] = {"updates": 500, "report_at": (0, 50, 200, 500), "schedule": OneTime(at=0)}
 """Where the parent was trained on recall already: heads are replaced before the first update, and reports come there
 and after the paper's numbers of recovery updates."""
 NEW_STREAM = 1_000
@@ -182,15 +184,15 @@ def finetune_defaults(checkpoint: Checkpoint, *, task: str, out: Path | str) -> 
     if task not in TASK_SETTINGS:
         raise InputError(f"task must be one of {', '.join(TASK_SETTINGS)}, or a FILE.jsonl, to finetune; got {task!r}")
     before = continue_from(checkpoint, out=out, fresh=True, **DEFAULTS)
-    own = {**vars(before), "task": task}
+    settings = vars(before) | {"task": task}
     if task != MQARTask.name:
         tokenizer = before.finetuning.tokenizer if before.finetuning else before.data
-        return {**own, "data": "", "tokenizer": tokenizer, **TASK_SETTINGS[task]}
-    own |= {**TASK_SETTINGS[task], "finetuning": None}
+        return settings | {"data": "", "tokenizer": tokenizer} | TASK_SETTINGS[task]
+    settings |= TASK_SETTINGS[task] | {"finetuning": None}
     parent = TrainConfig.from_dict(checkpoint.state["settings"])
     if parent.task != MQARTask.name:
-        return {**own, "mqar": MQARSettings().within(context_length(before))}
-    return {**own, **RECOVERY, "mqar": parent.mqar, "seed": parent.seed + NEW_STREAM}
+        return settings | {"mqar": MQARSettings().within(context_length(before))}
+    return settings | RECOVERY | {"mqar": parent.mqar, "seed": parent.seed + NEW_STREAM}
 
 
 def settings_like(run: Path | str, *, parent: Checkpoint, out: Path | str) -> dict[str, Any]:
@@ -198,7 +200,7 @@ def settings_like(run: Path | str, *, parent: Checkpoint, out: Path | str) -> di
     like = recorded_config(run)
     if like.task not in TASK_SETTINGS or like.parent is None:
         raise InputError(f"{run} must be the finetuned run of the ordinary arm")
-    own = finetune_defaults(parent, task=like.task, out=out)
-    fixed = ("out", "parent", "model", "model_overrides", "length", "freeze")
-    shared = {name: value for name, value in vars(like).items() if name not in fixed}
-    return {**own, **shared, **(vars(like.finetuning) if like.finetuning else {})}
+    settings = finetune_defaults(parent, task=like.task, out=out)
+    own = ("out", "parent", "model", "model_overrides", "length", "freeze")
+    settings |= {name: value for name, value in vars(like).items() if name not in own}
+    return settings | (vars(like.finetuning) if like.finetuning else {})

@@ -1,6 +1,6 @@
-"""One optimiser update: `Updater` makes it, in a run or a benchmark, in one process or as one of several ranks.
+"""One optimiser update: `Updater` does it, in a run or a benchmark, in one process or as one of several ranks.
 
-AdamW follows it, then the ranks (`Parallel`), then CUDA graphs, then the memory that an update needs.
+AdamW and its learning rate follow, then the ranks (`Parallel`), CUDA graphs, and the memory that an update needs.
 """
 
 import copy
@@ -48,7 +48,7 @@ class UpdateResult(NamedTuple):
 
 @dataclass(kw_only=True)
 class Updater:
-    """Make updates of one model. Several ranks share the micro-batches of an update, and all get the same result.
+    """Update one model. Several ranks share the micro-batches of an update, and all get the same result.
 
     Call `compile_` whenever heads change.
     """
@@ -111,6 +111,7 @@ class Updater:
         if self.gradient is not None:
             self.gradient.update()
         watched = torch.stack([loss, self.engine.clip_(self.clip)])
+        # Copied before the step is launched: waiting for the copy then does not wait for the step.
         read = _start_reading(watched)
         step_if_finite_(optimizer, watched)
         optimizer.zero_grad(set_to_none=True)
@@ -130,11 +131,13 @@ class Updater:
         The mean is over the targets of the whole update: a micro-batch weighs as much as it has targets. Ranks'
         gradients are averaged, so the mean of their shares is the loss.
         """
+        # All at once: the mean needs the number of targets before the first backward pass.
         micro_batches = [next(self.batches) for _ in range(self.accumulation)]
         counts = torch.stack([(targets != IGNORE_INDEX).sum() for _, targets in micro_batches])
         self.targets.copy_(self.parallel.mean(counts.sum().double()))
         total = torch.zeros((), device=self.execution.device)
         for remaining, (inputs, targets) in zip(reversed(range(self.accumulation)), micro_batches, strict=True):
+            # With DDP, ranks exchange gradients once an update, in the last backward pass.
             with self.engine.no_sync() if remaining else nullcontext():
                 total += self.micro_batch(inputs, targets)
         return total
@@ -152,6 +155,7 @@ def _start_reading(values: Tensor) -> Callable[[], list[float]]:
     """Begin copying values to the host; the returned call waits for them, not for work that is queued afterwards."""
     if values.device.type != "cuda":
         return values.tolist
+    # A copy to pageable memory would make the host wait at once.
     copied = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     copied.copy_(values, non_blocking=True)
     arrived = torch.cuda.Event()
@@ -174,6 +178,7 @@ def build_optimizer(model: nn.Module, *, betas: tuple[float, float] = (0.9, 0.95
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
+    # Each update sets its learning rate. Only the fused step can be skipped on the device (`step_if_finite_`).
     return AdamW([group for group in groups if group["params"]], lr=0.0, betas=betas, fused=True)
 
 
@@ -222,11 +227,13 @@ def parallel_of(kind: str, *, parameters: int, execution: Execution) -> "Paralle
         raise InputError(
             f"parallel={kind!r} needs a group of processes; start `torchrun --nproc-per-node N -m saf pretrain ...`"
         )
-    if kind == "auto":
-        kind = "none" if processes == 1 else "ddp"
-        if kind == "ddp" and execution.device.type == "cuda":
+    if kind == "auto" and processes == 1:
+        kind = "none"
+    elif kind == "auto":
+        kind = "ddp"
+        if execution.device.type == "cuda":
             memory = torch.cuda.get_device_properties(execution.device).total_memory
-            kind = "ddp" if STATE_BYTES * parameters <= memory / 2 else "fsdp"
+            kind = "fsdp" if STATE_BYTES * parameters > memory / 2 else "ddp"
     if kind == "fsdp" and execution.compile and not execution.by_layer:
         raise UnsupportedError("parallel='fsdp' needs compile='layers' or 'off', got a model compiled whole")
     if kind == "fsdp":
@@ -289,6 +296,7 @@ class Parallel:
         """Return whether a flag is set on any rank, the same on all."""
         if self.processes == 1:
             return flag
+        # By gloo, on the CPU: reading a flag from the device would wait for all work queued there.
         raised = torch.tensor(int(flag))
         distributed.all_reduce(raised, op=distributed.ReduceOp.MAX, group=gloo_group())
         return bool(raised)
@@ -383,7 +391,7 @@ class Shards(Parallel):
         try:
             yield
         finally:
-            if self._engine is before:
+            if self._engine is before:  # else an event built a new one, which freed them itself
                 self._free_()
 
     def _pairs(self) -> Iterator[tuple[nn.Parameter, nn.Parameter]]:
@@ -422,15 +430,17 @@ def _sharded_optimizer(optimizer: AdamW, pairs: Mapping[nn.Parameter, nn.Paramet
     groups = [{**group, "params": [pairs[each] for each in group["params"]]} for group in optimizer.param_groups]
     sharded = AdamW(groups, fused=True)
     for parameter, shard in pairs.items():
-        if parameter.numel() and parameter in optimizer.state:
-            # Those of a checkpoint lie on the CPU; one tensor at a time is whole on the device.
-            state = ((name, value.to(shard.device)) for name, value in optimizer.state[parameter].items())
-            sharded.state[shard] = {
-                name: distribute_tensor(value, mesh, cast(DTensor, shard).placements, src_data_rank=None)
-                if value.shape == parameter.shape
-                else value.clone()
-                for name, value in state
-            }
+        if not parameter.numel() or parameter not in optimizer.state:
+            continue
+        for name, value in optimizer.state[parameter].items():
+            # Moments of a checkpoint lie on the CPU; one at a time is whole on the device.
+            value = value.to(shard.device)
+            if value.shape == parameter.shape:
+                # Every rank has the whole tensor: none needs to send it (src_data_rank).
+                value = distribute_tensor(value, mesh, cast(DTensor, shard).placements, src_data_rank=None)
+            else:
+                value = value.clone()  # the step count
+            sharded.state[shard][name] = value
     return sharded
 
 
@@ -475,14 +485,19 @@ def graphs_unsupported(
     execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool = False
 ) -> str | None:
     """Return why micro-batches cannot be captured, None where they can; `kind` is of their `Parallel`."""
-    reasons = {
-        f"they need a CUDA device, and updates run on {execution.device}": execution.device.type != "cuda",
-        "compiled, every length of micro-batches is a program; pass compile='off'": execution.compile and many_lengths,
-        "they are for one process": kind != Parallel.kind,
-        "they keep all activations; leave activation_checkpointing out": execution.activation_checkpointing,
-        "they need fixed patterns; leave freeze.trainable out": trained_patterns,
-    }
-    return next((f"no CUDA graphs of micro-batches: {reason}" for reason, applies in reasons.items() if applies), None)
+    if execution.device.type != "cuda":
+        reason = f"they need a CUDA device, and updates run on {execution.device}"
+    elif execution.compile and many_lengths:
+        reason = "compiled, every length of micro-batches is a program; pass compile='off'"
+    elif kind != Parallel.kind:
+        reason = "they are for one process"
+    elif execution.activation_checkpointing:
+        reason = "they keep all activations; leave activation_checkpointing out"
+    elif trained_patterns:
+        reason = "they need fixed patterns; leave freeze.trainable out"
+    else:
+        return None
+    return f"no CUDA graphs of micro-batches: {reason}"
 
 
 class GraphedPasses:
@@ -522,9 +537,12 @@ class GraphedPasses:
 
     def _padding(self, length: int) -> int:
         """Return how many tokens to add: an eighth at most above 64, within the longest input of the model."""
+        # A sixteenth of the next power of two: eight shapes, and so eight graphs, between two powers.
         step = max(8, (1 << (length - 1).bit_length()) // 16)
         padded = -(-length // step) * step
-        return (padded if self._longest is None else min(padded, max(self._longest, length))) - length
+        if self._longest is not None:
+            padded = min(padded, max(self._longest, length))
+        return padded - length
 
     def _capture(self, inputs: Tensor, targets: Tensor) -> GraphReplay:
         """Return a graph that reads this memory; gradients are afterwards what they were."""
@@ -566,7 +584,10 @@ def update_memory(shape: GPTConfig, tokens: int, *, recomputes: bool = False, sh
     an equal share of the state and gathers a layer at a time, with the next one. Peaks measured on an H200 are 0.98 to
     1.03 of the estimate for 1B and 124M (results/bench).
     """
-    widths, parameters = 4 + 2 * shape.mlp_ratio, shape.num_parameters
+    parameters = shape.num_parameters
+    # In hidden sizes: a layer's matrices are q, k, v, the output and two of the MLP, and about as many activations a
+    # token stay until its backward pass, in 16 bits.
+    widths = 4 + 2 * shape.mlp_ratio
     of_layer = widths * shape.hidden_size**2
     if shards > 1:  # two layers, one layer's gradients; embedding and norms whole with their gradients
         copies = (2 * 2 + 4) * of_layer + 2 * 4 * (parameters - shape.num_layers * of_layer)
