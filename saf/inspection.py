@@ -70,7 +70,7 @@ def _run(path: Path) -> dict[str, Any]:
         "verified": all(entry["problem"] is None for entry in steps),
         "arm": run.arm,
         "finished": bool(run.result),
-        "missing": run.missing,
+        "missing": final.get("missing", []),
         "updates": final.get("updates", last.get("update")),
         "tokens": final.get("tokens", last.get("tokens")),
         "report_perplexity": final.get("report_perplexity"),

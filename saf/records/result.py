@@ -1,4 +1,4 @@
-"""The header that every result begins with: its settings, and by what commit, command and data it came about.
+"""The header that every result begins with: its settings, and the commit, command and data that it came from.
 
 schema       "saf.result/2"
 kind         the kind of the other entries: "update", "one-head", "run", "evaluation", "comparison" and so on
@@ -93,7 +93,8 @@ def commit() -> str | None:
         return done.stdout.strip()
 
     try:
-        return git("rev-parse", "HEAD") + "+" * bool(git("status", "--porcelain", "--", "saf", "experiments"))
+        edited = git("status", "--porcelain", "--", "saf", "experiments")
+        return git("rev-parse", "HEAD") + ("+" if edited else "")
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -122,15 +123,16 @@ def package_version(name: str) -> str | None:
 def command() -> str:
     """Return the command line, with only the last names of absolute paths, which are one machine's own."""
     path, module = Path(sys.argv[0] or "python"), sys.modules["__main__"].__spec__
-    words = [path.name]
     if module is not None:
         words = ["python", "-m", module.name.removesuffix(".__main__")]
-    elif path.name == "__main__.py":  # of the process that started this one
+    elif path.name == "__main__.py":  # in a child process, which has its parent's sys.argv and no spec
         packages = [path.parent, *path.parent.parents]
         inside = next(n for n, each in enumerate(packages) if not (each / "__init__.py").exists())
         words = ["python", "-m", ".".join(each.name for each in reversed(packages[:inside]))]
     elif path.suffix == ".py":
         words = ["python", path.name if path.is_absolute() else path.as_posix()]
+    else:  # an installed command
+        words = [path.name]
     for word in sys.argv[1:]:
         flag, equals, value = word.rpartition("=")
         words.append(f"{flag}{equals}{Path(value).name if Path(value).is_absolute() else value}")

@@ -52,15 +52,15 @@ class RecordedRun:
         """Read a run folder; raise InputError for another folder."""
         folder = Path(folder)
         expect(folder, Kind.RUN)
-        result, evaluation = (
-            read_result(folder / name) if (folder / name).exists() else {}
-            for name in ("result.json", "evaluation.json")
-        )
+
+        def read(name: str) -> dict[str, Any]:
+            return read_result(folder / name) if (folder / name).exists() else {}
+
         return cls(
             folder=folder,
             config=read_json(folder / "config.json"),
-            result=result,
-            evaluation=evaluation,
+            result=read("result.json"),
+            evaluation=read("evaluation.json"),
             events=read_events(folder),
             metrics=read_lines(folder / "metrics.jsonl"),
             evaluations=read_lines(folder / "evaluations.jsonl"),
@@ -78,11 +78,6 @@ class RecordedRun:
         The clocks are "everything" and "warm", which leaves out loading and compilation.
         """
         return self.result.get("time", {}).get(clock, {}).get("seconds")
-
-    @property
-    def missing(self) -> list[str]:
-        """Measurements that the settings of a finished run ask for and its records do not have, in words."""
-        return list(self.result.get("missing", []))
 
     @property
     def arm(self) -> str:
@@ -275,8 +270,9 @@ def merge_reports(events: Iterable[EventRecord]) -> dict[str, Any] | None:
 def append_event(
     folder: Path, kind: str, values: Mapping[str, Any], tensors: Mapping[str, Tensor] | None = None
 ) -> EventRecord:
-    """Record one more event in an existing folder: its tensors first, then its line; return the record."""
+    """Record one more event in an existing folder, and return the record."""
     number = 1 + max((event.number for event in read_events(folder)), default=0)
+    # Tensors first: a line must not name a file that a kill in between kept from being written.
     line: dict[str, Any] = {"number": number, "kind": kind}
     if tensors:
         line["tensors"] = f"event-{number}.safetensors"
@@ -290,6 +286,7 @@ def keep_events_(folder: Path, condition: Callable[[EventRecord], bool]) -> None
     """Remove the events of a folder that do not meet a condition, with their tensors."""
     if not (events := read_events(folder)):
         return
+    # Lines first, for the same reason as in `append_event`.
     write_lines(folder / EVENTS, [event.values for event in events if condition(event)])
     for event in events:
         if not condition(event) and event.tensors_path is not None:
@@ -308,9 +305,13 @@ def inherit_events(source: Path, folder: Path) -> None:
 
 def arm_of(*, frozen: Sequence[Any], pruned: Sequence[Any], events: Iterable[EventRecord]) -> str:
     """Return frozen, pruned, "frozen and pruned" or ordinary, by heads; if all were undone, by the first event."""
-    kinds = [kind for kind, heads in (("frozen", frozen), ("pruned", pruned)) if heads]
+    if frozen and pruned:
+        return "frozen and pruned"
+    if frozen or pruned:
+        return "frozen" if frozen else "pruned"
+    # A schedule that undid all its events is still its arm, not a second ordinary one.
     undone = [STATE_AFTER[event.kind] for event in events if event.kind != "undo" and event.heads]
-    return " and ".join(kinds) or next(iter(undone), "ordinary")
+    return undone[0] if undone else "ordinary"
 
 
 def heads_in_words(counts: Mapping[str, int]) -> str:
@@ -406,6 +407,7 @@ def expect(path: Path | str, *kinds: Kind, error: type[SafError] = InputError) -
         return kind
     *others, last = [each.value for each in kinds]
     expected = f"{', '.join(others)} or {last}" if others else last
+    # The commonest mistakes: a neighbouring kind of folder, or a checkpoint that `keep` removed.
     if kind is not None:
         actual = f"is {kind.value}"
     elif Path(path).exists():

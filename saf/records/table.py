@@ -1,4 +1,4 @@
-"""Numbers, names and `Table` as people read them: on a terminal by rich, or as Markdown. Every command prints by it."""
+"""Numbers, names and `Table` in the form that people read, on a terminal or as Markdown. Every command prints by it."""
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,10 +15,12 @@ def number(value: float | None, digits: int = 4) -> str:
     """Return a number at `digits` significant digits, with thousands separators."""
     if value is None:
         return MISSING
-    if value == int(value) and abs(value) < 1e15:
+    if value == int(value) and abs(value) < 1e15:  # larger ones have digits that nothing measured
         return f"{int(value):,}"
-    rounded = f"{value:.{digits}g}"
-    return (rounded if "e" in rounded else f"{float(rounded):,}".removesuffix(".0")).replace("-", "\u2212")
+    shown = f"{value:.{digits}g}"
+    if "e" not in shown:
+        shown = f"{float(shown):,}".removesuffix(".0")
+    return shown.replace("-", "\u2212")
 
 
 def signed(value: float | None, decimals: int = 2, unit: str = "%") -> str:
@@ -26,7 +28,9 @@ def signed(value: float | None, decimals: int = 2, unit: str = "%") -> str:
     if value is None:
         return MISSING
     shown = f"{abs(value):.{decimals}f}"
-    sign = "" if float(shown) == 0 else "+" if value > 0 else "\u2212"
+    sign = "+" if value > 0 else "\u2212"
+    if float(shown) == 0:
+        sign = ""  # rounded to zero it is neither
     return f"{sign}{shown}{unit}"
 
 
@@ -84,9 +88,13 @@ _BEGINNING = re.compile(r"(\d*)([#+\-=>:.)])(?=\s|$|[#=\-])")
 
 def plain(text: str) -> str:
     """Return the text on one line; control codes and characters that no terminal shows become U+FFFD."""
-    return "".join(
-        each if each.isprintable() else " " if each.isspace() else "\N{REPLACEMENT CHARACTER}" for each in text
-    )
+
+    def shown(character: str) -> str:
+        if character.isprintable():
+            return character
+        return " " if character.isspace() else "\N{REPLACEMENT CHARACTER}"
+
+    return "".join(map(shown, text))
 
 
 def markdown(text: str) -> str:
@@ -143,9 +151,9 @@ class Table:
 
     def used(self) -> "Table":
         """Return the table without empty columns."""
-        used = [place for place in range(len(self.columns)) if any(row[place] != MISSING for row in self.rows)]
-        rows = tuple(tuple(row[place] for place in used) for row in self.rows)
-        return replace(self, columns=tuple(self.columns[place] for place in used), rows=rows)
+        used = [number for number in range(len(self.columns)) if any(row[number] != MISSING for row in self.rows)]
+        rows = tuple(tuple(row[number] for number in used) for row in self.rows)
+        return replace(self, columns=tuple(self.columns[number] for number in used), rows=rows)
 
     def is_numeric(self, number: int) -> bool:
         """Return whether a column holds numbers, which align to the right."""
@@ -173,8 +181,10 @@ class Table:
         console = console or Console(highlight=False)
         table, width = self._rich(), console.width
         if table.__rich_measure__(console, console.options.update(width=ANY_WIDTH)).maximum > width:
-            for column in filter(lambda each: each.no_wrap, table.columns):  # rich narrows only the other columns
-                column.header = Text("\n".join(wrap(str(column.header), column.min_width, break_long_words=False)))
+            for column in table.columns:
+                if column.no_wrap:  # rich narrows only the others: the lines of this heading break here
+                    column.header = Text("\n".join(wrap(str(column.header), column.min_width, break_long_words=False)))
+            # Between columns are a bar and two spaces, and one more bar closes the table.
             console.width = max(width, sum((column.min_width or 1) + 3 for column in table.columns) + 1)
         if self.title:  # title and notes are not as wide as a wide table
             console.print(Text(plain(self.title), style="bold"), width=width)
@@ -209,7 +219,9 @@ class Table:
 def _text(value: Any) -> str:
     if value is None:
         return MISSING
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
 
 
 Part = str | Table

@@ -281,8 +281,6 @@ def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes
     """
     checkpoint = parent if isinstance(parent, Checkpoint) else open_checkpoint(parent)
     settings = {**checkpoint.state["settings"], **_NOT_INHERITED, "out": str(out), "parent": str(checkpoint.path)}
-    if unknown := sorted(changes.keys() - settings.keys()):
-        raise InputError(f"settings must be some of {sorted(settings)}; got {unknown}")
     fresh, freeze = changes.get("fresh"), changes.get("freeze")
     begin = 0 if fresh else checkpoint.update
     if freeze is not None:

@@ -22,7 +22,7 @@ from saf.heads import EDITED
 from saf.machine import Execution, device_name, rated_flops, untimed_updates
 from saf.models import GPT
 from saf.models.adapter import adapter_for
-from saf.records.files import append_line, file_hash, flush, read_json, read_lines, write_json
+from saf.records.files import append_line, file_hash, fsync, read_json, read_lines, write_json
 from saf.records.result import result_header
 from saf.records.run import MANIFEST, EventRecord, arm_of, heads_edited_by, read_events
 from saf.records.table import plain
@@ -337,7 +337,7 @@ class RunLog:
 
     def flush(self) -> None:
         for path in filter(Path.exists, (self._metrics, self._evaluations)):
-            flush(path)
+            fsync(path)
 
     def close(self) -> None:
         if self._board:
