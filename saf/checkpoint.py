@@ -1,4 +1,8 @@
-"""Checkpoints of a run: each is a folder of safetensors and JSON, written whole or not at all, verified when opened."""
+"""Checkpoints of a run: each is a folder of safetensors and JSON, written whole or not at all, verified when opened.
+
+`save_checkpoint` writes one, `open_checkpoint` reads it back: the model, the optimiser, and state.json with the rest of
+the run. A folder has the same files whatever the number of ranks that trained.
+"""
 
 import json
 import random
@@ -67,6 +71,7 @@ def save_checkpoint(
         OSError: The disk or a quota is full; earlier checkpoints are untouched.
     """
     groups, moments = optimizer_state(optimizer, model)
+    # Before the work of rank 0: gathering sharded tensors takes every rank.
     tensors = {"model": _on_cpu(model.state_dict()), "optimizer": _on_cpu(moments)}
 
     def write() -> str:
@@ -74,10 +79,12 @@ def save_checkpoint(
             raise CheckpointError(f"{path} exists already; remove it, or write to another folder")
         with new_folder(path) as folder:
             heads, patterns = description_of(adapter_for(model))
-            for name, values in {**tensors, "saf": _on_cpu(patterns)}.items():
+            tensors["saf"] = _on_cpu(patterns)
+            for name, values in tensors.items():
                 save_file(values, folder / f"{name}.safetensors")
             # Not by write_json: a schedule's state may hold infinities and NaN, which Python alone writes and reads.
-            for name, values in {"saf": heads, "state": {**state, "optimizer_groups": groups}}.items():
+            records = {"saf": heads, "state": {**state, "optimizer_groups": groups}}
+            for name, values in records.items():
                 (folder / f"{name}.json").write_text(json.dumps(values) + "\n", encoding="utf-8")
             if add_files is not None:
                 add_files(folder)
@@ -107,6 +114,7 @@ def parameter_state(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tens
     own = dict(optimizer.state.get(parameter, {}))
     if parameter.numel():
         return own
+    # A layer without live heads keeps such parameters. Undoing gives them rows, which need the others' step count.
     counts = [state[STEP] for other, state in optimizer.state.items() if other.numel()]
     if not counts:
         return own
@@ -170,6 +178,7 @@ class Checkpoint:
         for name in names:
             parameter = parameters[name]
             state = {key: tensors[f"{name}.{key}"] for key in (STEP, *MOMENTS) if f"{name}.{key}" in tensors}
+            # Fused kernels do not check shapes: they would train wrong numbers silently.
             for key in state.keys() & MOMENTS:
                 if state[key].shape != parameter.shape:
                     shapes = f"{list(parameter.shape)}, got {list(state[key].shape)}"
@@ -250,13 +259,14 @@ def verify(folder: Path, *, without: str | None = None) -> dict[str, Any]:
     """
     entries = read_manifest(folder)
     for name, recorded in entries["files"].items():
+        # Who only reads the model may have deleted optimizer.safetensors, two thirds of a checkpoint.
         if without is None or not name.startswith(without):
             check_file(folder / name, size=recorded["bytes"], sha256=recorded["sha256"], error=CheckpointError)
     return entries
 
 
 def checkpoint_hash(path: Path) -> str:
-    """Return a checkpoint's recorded hash; no file but the manifest is read."""
+    """Return a checkpoint's recorded hash, from its manifest alone."""
     return str(read_manifest(path)["hash"])
 
 
@@ -308,7 +318,10 @@ def remove_old_checkpoints_(folder: Path, *, keep: int, protect: set[str]) -> No
 
 
 def capture_random_state() -> dict[str, Any]:
-    """Return the states of Python's, NumPy's and torch's global generators (CPU, and CUDA when in use)."""
+    """Return the states of Python's, NumPy's and torch's global generators (CPU, and CUDA when in use).
+
+    A score or a task of one's own may draw from them.
+    """
     states = [torch.get_rng_state(), *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ())]
     return {
         "python": to_json(random.getstate()),

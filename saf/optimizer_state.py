@@ -29,7 +29,7 @@ def unwrap_optimizer(optimizer: Any) -> Optimizer | None:
 
 
 def moments(parameter: Tensor, optimizer: Optimizer | None) -> dict[str, Tensor]:
-    """Return the optimiser's tensors of the parameter's shape, by name."""
+    """Return the optimiser's tensors of the parameter's shape, by name: not its step count, a scalar."""
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
     return {name: each for name, each in state.items() if isinstance(each, Tensor) and each.shape == parameter.shape}
 
@@ -120,10 +120,10 @@ def check_order(optimizer: Optimizer) -> None:
             continue
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            # Without a record it may be a copy, such as a shard, that took over a group with state of its own shape.
-            wrong = (
-                not _before_first_step(state, parameter) if parameter in _orders else _has_other_rows(state, parameter)
-            )
+            if parameter in _orders:
+                wrong = not _before_first_step(state, parameter)
+            else:  # it may be a copy, such as a shard, that took over a group with state of its own shape
+                wrong = _has_other_rows(state, parameter)
             if state and wrong:
                 raise InputError(
                     f"{type(optimizer).__name__}'s state must be of the attention heads as they are now, got that of "
@@ -157,8 +157,11 @@ def mark_head_order(optimizer: Optimizer) -> None:
 
 def _digest(parameters: Sequence[Tensor]) -> int | None:
     """Return 63 bits of the SHA-256 of the heads of edited parameters; None where all have the original order."""
-    rows = [(place, text) for place, each in enumerate(parameters) if (text := _orders.get(each)) is not None]
-    return int.from_bytes(sha256(repr(rows).encode()).digest()[:8], "big") >> 1 if rows else None
+    edited = [(number, _orders[each]) for number, each in enumerate(parameters) if _orders.get(each) is not None]
+    if not edited:
+        return None
+    # 63 bits: an int64 holds them, in whatever format the state dict is saved.
+    return int.from_bytes(sha256(repr(edited).encode()).digest()[:8], "big") >> 1
 
 
 def _before_first_step(state: Mapping[str, Any], parameter: Tensor) -> bool:
