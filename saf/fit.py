@@ -1,6 +1,6 @@
 """`fit_compact` fits compact patterns, Eq. (3), to a target's marginals: it minimises Eq. (4) by one of `FITTERS`.
 
-`fit_kl` measures what a fit loses. exponential_fit.py fits patterns that run in linear time.
+`fit_kl` measures what a fit loses. exponential_fit.py starts from these fits.
 
 A fitter takes targets `[N, T]` of `check_targets` and keyword options; it returns alpha and rho `[N, T]` and the
 number of its steps `[N]`. `fit_proportional` is the default, `fit_adam` the paper's, `fit_dense` the oracle of both.
@@ -52,17 +52,17 @@ def fit_with_certificate(
     shape, length = eta_abs.shape, eta_abs.shape[-1]
     alpha, rho, steps = FITTERS[fitter](eta_abs.reshape(-1, length), eta_rel.reshape(-1, length), **options)
     pattern = CompactPattern.from_parameters(alpha.reshape(shape), rho.reshape(shape)).canonical()
-    pairs = list(zip(marginals(pattern), (eta_abs, eta_rel), strict=True))
-    relative = [((fitted / eta - 1).abs() * meaningful(eta)).amax(-1) for fitted, eta in pairs]
-    l1 = torch.stack([(fitted - eta).abs().sum(-1) for fitted, eta in pairs]).sum(0) / length
-    tolerance = options.get("tolerance", TOLERANCE)
-    certificate = Certificate(torch.maximum(*relative), l1, steps.reshape(shape[:-1]), tolerance)
+    # Of the canonical pattern as it is executed, by sums in the log domain, whatever the fitter computed with.
+    eta, fitted = torch.stack([eta_abs, eta_rel]), torch.stack(marginals(pattern))
+    relative = ((fitted / eta - 1).abs() * meaningful(eta)).amax(-1).amax(0)
+    l1 = (fitted - eta).abs().sum(-1).sum(0) / length
+    certificate = Certificate(relative, l1, steps.reshape(shape[:-1]), options.get("tolerance", TOLERANCE))
     if fitter != "adam" and not bool(certificate.converged.all()):  # the paper's has a fixed number of steps
+        advice = "; else raise max_sweeps in fitter_options (--fitter-options)" if fitter == "proportional" else ""
         warnings.warn(
             f"{int((~certificate.converged).sum())} of {certificate.converged.numel()} patterns were not yet fitted "
-            f"within {tolerance:g} (relative error up to {certificate.max_relative.max():.2g}): it matters little "
-            "where their fit KL is low"
-            + ("; else raise max_sweeps in fitter_options (--fitter-options)" if fitter == "proportional" else ""),
+            f"within {certificate.tolerance:g} (relative error up to {relative.max():.2g}): it matters little where "
+            f"their fit KL is low{advice}",
             SafWarning,
             stacklevel=3,
         )
@@ -224,8 +224,11 @@ def fit_proportional(
     sweeps = torch.full(eta_abs.shape[:1], max_sweeps, dtype=torch.int64, device=eta_abs.device)
     active = torch.arange(len(eta_abs), device=eta_abs.device)
     point = torch.cat([alpha, rho], -1)
-    history, unknown = point.new_zeros(len(point), _MEMORY, point.shape[-1]), point.new_full(point.shape[:1], torch.inf)
-    heads = _Heads(eta_abs, eta_rel, point, unknown, point, torch.zeros_like(point), history, history.clone())
+    history = point.new_zeros(len(point), _MEMORY, point.shape[-1])
+    heads = _Heads(
+        eta_abs, eta_rel, point, loss=point.new_full(point.shape[:1], torch.inf), plain=point,
+        residual=torch.zeros_like(point), images=history, residuals=history.clone(),
+    )  # fmt: skip
     for sweep in range(1, max_sweeps + 1):
         image = heads.sweep()
         alpha[active], rho[active] = image.chunk(2, -1)
@@ -241,15 +244,18 @@ def fit_proportional(
 
 @dataclass
 class _Heads:
-    """The unfinished heads: targets `[N, T]`, points (alpha, rho) `[N, 2T]`, and earlier sweeps."""
+    """The unfinished heads: targets `[N, T]`, points (alpha, rho) `[N, 2T]`, and earlier sweeps.
+
+    The image of a point is what one plain sweep makes of it.
+    """
 
     eta_abs: Tensor
     eta_rel: Tensor
     point: Tensor
     loss: Tensor  # [N], of the last accepted point
-    plain: Tensor  # the image of that point under one sweep
+    plain: Tensor  # the image of that point
     residual: Tensor  # that image less that point
-    images: Tensor  # differences of the images of consecutive points, [N, memory, 2T]
+    images: Tensor  # differences of the images of consecutive points, [N, memory, 2T], as a ring
     residuals: Tensor  # differences of their residuals
 
     def select(self, heads: Tensor) -> "_Heads":
@@ -258,8 +264,9 @@ class _Heads:
     def sweep(self) -> Tensor:
         """Return the image of each point, after falling back to `plain` where the point raised the loss."""
         log_z, loss = self._rows(slice(None))  # Eq. (S.9)
-        worse = ~(loss <= self.loss + _LOSS_NOISE)
+        worse = ~(loss <= self.loss + _LOSS_NOISE)  # a loss that is NaN too
         if bool(worse.any()):
+            # Forget the earlier sweeps, which led here.
             self.point = torch.where(worse[:, None], self.plain, self.point)
             self.images[worse], self.residuals[worse] = 0.0, 0.0
             log_z[worse], loss[worse] = self._rows(worse)
@@ -286,7 +293,7 @@ class _Heads:
         """Move to the point extrapolated from the last sweeps, `image` itself in the first."""
         residual = image - self.point
         if sweep > 1:
-            slot = sweep % _MEMORY
+            slot = sweep % _MEMORY  # which of them a slot has does not matter: the mixture has no order
             self.images[:, slot], self.residuals[:, slot] = image - self.plain, residual - self.residual
         self.plain, self.residual, self.point = image, residual, image
         if sweep <= 2:
@@ -298,7 +305,8 @@ class _Heads:
         gram = gram + ridge[:, None, None] * torch.eye(_MEMORY, dtype=gram.dtype, device=gram.device)
         coefficients = torch.linalg.solve(gram, weighted @ residual[..., None])
         step = (coefficients * self.images).sum(1)
-        self.point = image - torch.where((step.abs().amax(-1) <= _LONGEST_STEP)[:, None], step, 0.0)
+        short = step.abs().amax(-1) <= _LONGEST_STEP
+        self.point = image - torch.where(short[:, None], step, 0.0)
 
 
 # --- Adam
@@ -352,7 +360,8 @@ def _newton(target: Tensor) -> tuple[Tensor, int]:
     loss, pattern = _dense_rows(parameters, target)
     for step in range(_MOST_STEPS):
         gradient, hessian = _derivatives(pattern, target)
-        # Scaled by the targets' magnitudes; the pseudo-inverse leaves the gauge directions alone.
+        # Scaled by the targets' magnitudes, which range over many powers of ten: a logit's curvature is near its
+        # marginal. The pseudo-inverse leaves the directions of the gauge, Eq. (S.6), alone.
         scale = target.rsqrt()
         inverse = torch.linalg.pinv(scale[:, None] * hessian * scale, rtol=_GAUGE, hermitian=True)
         direction = -scale * (inverse @ (scale * gradient))
@@ -388,9 +397,11 @@ def _derivatives(pattern: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     length = len(pattern)
     position = torch.arange(length, device=pattern.device)
     back, ahead = position[:, None] - position, position[:, None] + position
+    # The parameters of an entry are alpha of its key and rho of its distance, so T times the Hessian sums each row's
+    # covariance of these two indicators. Key j and distance δ meet in one entry, P(j + δ, j).
     by_distance = pattern.gather(1, back.clamp(min=0)) * (back >= 0)
     by_key_and_distance = pattern.T.gather(1, ahead.clamp(max=length - 1)) * (ahead < length)
-    means = torch.cat([pattern, by_distance], -1)  # of each row's features
+    means = torch.cat([pattern, by_distance], -1)  # of each row's indicators
     fitted = means.sum(0)
     second = torch.diag(fitted)
     second[:length, length:] = by_key_and_distance

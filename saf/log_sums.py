@@ -14,14 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-DEFAULT_BLOCK = 128  # positions a block: a tile of 128 x 128 float64 numbers, 128 KiB, stays in a CPU core's cache
+# Positions a block: a tile of 128 x 128 float64 numbers, 128 KiB, stays in a CPU core's cache.
+_BLOCK = 128
 # Block offsets that a GPU takes in one product: enough to fill it.
 _GPU_OFFSETS = 32
 # Share of a dtype's range, in nats, that a tile may span; its sums need the rest. A round number.
 _SHARE_OF_RANGE = 0.95
 # Tile elements held at once; further heads follow in turn.
 _HELD_ELEMENTS = 1 << 27
-# Fillings at the ends: logarithms of zero, or the first and last value.
+# How `pad` fills the ends: with logarithms of zero, or with the first and last value.
 _ZERO: dict[str, Any] = {"value": -math.inf}
 _EDGE: dict[str, Any] = {"mode": "replicate"}
 
@@ -41,7 +42,7 @@ def log_diagonal_sums(log_row: Tensor, alpha: Tensor) -> Tensor:
     return log_causal_convolution(alpha, log_row.flip(-1)).flip(-1)
 
 
-def log_causal_convolution(left: Tensor, right: Tensor, *, block: int = DEFAULT_BLOCK) -> Tensor:
+def log_causal_convolution(left: Tensor, right: Tensor, *, block: int = _BLOCK) -> Tensor:
     """Return `logsumexp_{j<=k}(left_j + right_{k-j})` for every k; inputs and result `[..., T]` float64.
 
     Any T, any leading dimensions, any finite values: the block shrinks when the inputs vary so much inside one that a
@@ -63,6 +64,7 @@ def _safe_block(left: Tensor, right: Tensor, block: int) -> int:
     limit = -_SHARE_OF_RANGE * math.log(torch.finfo(left.dtype).tiny)
     left, right = (values.reshape(-1, values.shape[-1]) for values in (left, right))
     while block > 1 and len(left):
+        # Filled with the last value, the ends do not widen a range.
         spread = _largest_range(_blocks(left, block, **_EDGE)) + _largest_range(_windows(right, block, **_EDGE))
         if spread.max().item() <= limit:
             break
@@ -95,6 +97,8 @@ def _convolve(left: Tensor, right: Tensor, block: int, group: int) -> Tensor:
     windows = _windows(right, block, **_ZERO)
     num_blocks = keys.shape[1]
     key_max, window_max = keys.amax(-1), windows.amax(-1)
+    # Flipped: the distance from key C - 1 - m of a block to query q is at place m + q of its window, so that row m of a
+    # tile is the window from m on, as `unfold` cuts it.
     keys = (keys - key_max[..., None]).exp().flip(-1)
     windows = (windows - window_max[..., None]).exp()
 
