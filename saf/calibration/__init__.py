@@ -2,8 +2,8 @@
 
 The files in the order of a calibration: sequences.py reads the batches once; capture.py plans how many layers' queries
 and keys memory holds, runs the model and copies them; measure.py sums a layer's statistics over strips of query rows,
-kernels.py (Triton) over tiles. Both are exact, and no T x T array exists but those of `calibrate(collect=...)`, which a
-`Collector` fills from the strips. score_inputs.py measures what else scores read.
+kernels.py (Triton) over tiles. Both are exact and hold no T x T array. A `Collector` of measure.py adds those that
+`calibrate(collect=...)` names. score_inputs.py measures what else scores read.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -70,29 +70,37 @@ def calibrate(
         UnsupportedError: Heads of a layer that stays ordinary, or a model with no other layers.
         DivergenceError: Queries or keys that are not finite.
     """
-    limits = {"heads": heads, "positions": positions, "capture_bytes": capture_bytes}
-    plan = plan_calibration(model, batches, collect=collect, **limits)
-    timer, progress = timer or Stopwatch(), progress or (lambda done, layers: None)
-    sequences, sites, done, layers = plan.sequences, adapter_for(model).sites(), 0, sum(map(len, plan.groups))
-    shape = len(sites), sites[0].layout.num_heads, sequences.length
-    shapes = {name: shape if name.startswith("eta") else shape[:2] for name in LayerStatistics._fields}
-    statistics = {name: torch.full(shapes[name], torch.nan, dtype=torch.float64) for name in shapes}
-    progress(done, layers)
+    options = {"heads": heads, "positions": positions, "capture_bytes": capture_bytes}
+    plan = plan_calibration(model, batches, collect=collect, **options)
+    adapter, sequences, timer = adapter_for(model), plan.sequences, timer or Stopwatch()
+    sites, layers, done = adapter.sites(), sum(map(len, plan.groups)), 0
+    # NaN marks heads that were not measured, here as in every score.
+    per_head = len(sites), sites[0].layout.num_heads
+    statistics = {name: torch.full(per_head, torch.nan, dtype=torch.float64) for name in LayerStatistics._fields}
+    for name in ("eta_abs", "eta_rel"):
+        statistics[name] = torch.full((*per_head, sequences.length), torch.nan, dtype=torch.float64)
+    if progress:
+        progress(done, layers)
     with torch.no_grad(), evaluation_mode(model):
         for group in plan.groups:
             with timer("capture"):
-                captured = capture_layers(adapter_for(model), plan.heads, group, sequences.ids)
+                captured = capture_layers(adapter, plan.heads, group, sequences.ids)
             for layer in group:
                 with timer("statistics"):
-                    site, on_strip = sites[layer], partial(plan.collector.read, layer) if collect else None
-                    options = {"scale": site.scale, "soft_cap": site.soft_cap, "on_strip": on_strip}
-                    measured = measure_layer(*captured.pop(layer), lengths=sequences.lengths, **options)
+                    measured = measure_layer(
+                        *captured.pop(layer),  # so that a layer's memory is free for the next one's strips
+                        lengths=sequences.lengths,
+                        scale=sites[layer].scale,
+                        soft_cap=sites[layer].soft_cap,
+                        on_strip=partial(plan.collector.read, layer) if collect else None,
+                    )
                     if not all(bool(each.isfinite().all()) for each in measured):
                         raise DivergenceError(f"attention of layer {layer} must be finite; check the model's weights")
                     for name, values in measured._asdict().items():
                         statistics[name][layer, plan.heads.in_layer(layer)] = values.cpu()
                 done += 1
-                progress(done, layers)
+                if progress:
+                    progress(done, layers)
     return AttentionStatistics(
         **statistics,
         length=sequences.length,

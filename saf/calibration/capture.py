@@ -1,9 +1,8 @@
 """`capture_layers` runs a model, unchanged, over calibration sequences and copies queries and keys of some layers.
 
-`plan_calibration` says of which layers at a time, by the memory that they take.
+`plan_calibration` chooses which layers go together, by the memory that their queries and keys take.
 """
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -20,7 +19,9 @@ from saf.heads import Head, HeadSet
 from saf.models.adapter import ON_META, Adapter, Site, adapter_for, check_unsharded, rows_of
 from saf.records.table import byte_size
 
-SHARE = 0.5  # share of free memory for queries and keys, or collected tensors, by default; the rest is a margin
+# Share of free memory for queries and keys, or for collected tensors. The rest is for the model's activations and the
+# strips, whose size nobody knows beforehand.
+SHARE = 0.5
 CPU_BYTES = 4 << 30  # most queries and keys by default on a CPU, whose memory others use too
 COLLECT_BYTES = 16 << 30  # most that `heads_at_a_time` collects at once
 
@@ -37,10 +38,11 @@ class CalibrationPlan(NamedTuple):
 
     def __str__(self) -> str:
         held = self.collector.nbytes
+        collected = f"; {byte_size(held)} collected on the CPU" if held else ""
         return (
             f"calibration of {len(self.heads)} heads on {self.sequences}: queries and keys of "
             f"{max(map(len, self.groups), default=0)} layers at a time {byte_size(self.capture_bytes)}, model runs "
-            f"{len(self.groups)} x" + (f"; {byte_size(held)} collected on the CPU" if held else "")
+            f"{len(self.groups)} x{collected}"
         )
 
 
@@ -61,8 +63,8 @@ def plan_calibration(
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
     check_vocabulary(adapter, sequences.ids)
-    measured, sizes = measurable_heads(adapter, heads), {"sequences": len(sequences.tokens), "length": sequences.length}
-    collector = Collector(collect, measured, **sizes, dtype=adapter.dtype, positions=positions)
+    measured, count, length = measurable_heads(adapter, heads), len(sequences.tokens), sequences.length
+    collector = Collector(collect, measured, sequences=count, length=length, dtype=adapter.dtype, positions=positions)
     free = free_bytes(torch.device("cpu"))
     if free is not None and collector.nbytes > free:
         raise InputError(
@@ -74,15 +76,17 @@ def plan_calibration(
             f"{' and '.join(whole)} cannot be collected of sequences of unequal lengths, {sequences.lengths[-1]} to "
             f"{sequences.length} tokens; pass sequences of one length, or collect the mean"
         )
-    groups, size = _groups(adapter, measured, math.prod(sizes.values()), capture_bytes)
+    groups, size = _groups(adapter, measured, count * length, capture_bytes)
     return CalibrationPlan(measured, sequences, groups, size, collector)
 
 
 def _groups(adapter: Adapter, heads: HeadSet, tokens: int, capture_bytes: int | None) -> tuple[list[list[int]], int]:
     """Return groups of as many layers as memory holds, and the bytes of queries and keys of the largest group."""
     sites, dtype, device = adapter.sites(), adapter.dtype, adapter.device
-    if dtype == torch.float32 and torch.amp.is_autocast_available(device.type):
-        dtype = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else dtype
+    # Under autocast the projections of float32 weights give queries and keys of its dtype.
+    autocast = torch.amp.is_autocast_available(device.type) and torch.is_autocast_enabled(device.type)
+    if dtype == torch.float32 and autocast:
+        dtype = torch.get_autocast_dtype(device.type)
     sizes = {}
     for layer in sorted({layer for layer, _ in heads}):
         queries, keys, _ = read_slots(sites[layer], heads.in_layer(layer))
@@ -95,9 +99,10 @@ def _groups(adapter: Adapter, heads: HeadSet, tokens: int, capture_bytes: int | 
             f"({'free memory' if capture_bytes is None else 'capture_bytes'}), got {byte_size(largest)}; "
             "pass fewer sequences, or measure fewer heads (heads=)"
         )
-    if capture_bytes is None:  # all layers where the free memory is unknown
-        share = sum(sizes.values()) if limit is None else int(SHARE * limit)
-        capture_bytes = min(share, CPU_BYTES) if device.type == "cpu" else share
+    if capture_bytes is None:
+        # All layers where the free memory is unknown.
+        capture_bytes = sum(sizes.values()) if limit is None else int(SHARE * limit)
+        capture_bytes = min(capture_bytes, CPU_BYTES) if device.type == "cpu" else capture_bytes
     count, layers = max(1, capture_bytes // largest), list(sizes)
     groups = [layers[first : first + count] for first in range(0, len(layers), count)]
     return groups, max((sum(sizes[layer] for layer in group) for group in groups), default=0)
@@ -106,17 +111,18 @@ def _groups(adapter: Adapter, heads: HeadSet, tokens: int, capture_bytes: int | 
 def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
     """Return the number of heads whose `collect` fits into half of the CPU's free memory at once; one at least."""
     free = free_bytes(torch.device("cpu"))
-    dtype, limit = adapter_for(model).dtype, COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))
-    one = Collector(collect, HeadSet([(0, 0)]), sequences=sequences, length=length, dtype=dtype)
+    limit = COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))
+    one = Collector(collect, HeadSet([(0, 0)]), sequences=sequences, length=length, dtype=adapter_for(model).dtype)
     return max(1, limit // max(one.nbytes, 1))
 
 
 def free_bytes(device: torch.device) -> int | None:
     """Return the free memory of a device, with PyTorch's unused reserve; None where it is unknown."""
     if device.type == "cuda":
+        # mem_get_info counts what PyTorch reserved and does not use as taken.
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    try:
+    try:  # Linux alone has this file
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, StopIteration, ValueError):
@@ -188,11 +194,11 @@ def capture_layers(
 
     def receive(layer: int, query: Tensor, key: Tensor) -> None:
         queries, keys, kv_head = slots[layer]
-        if layer not in captured:
+        if layer not in captured:  # the model's own dtype is known from the first batch on
             captured[layer] = CapturedLayer(space(query, len(queries)), space(key, len(keys)), kv_head)
         start, end = filled[layer], filled[layer] + len(query)
         filled[layer] = end
-        if end <= count:
+        if end <= count:  # a layer that attends twice in a pass comes to more, which is refused below
             _copy(captured[layer].query[start:end], query, queries)
             _copy(captured[layer].key[start:end], key, keys)
 

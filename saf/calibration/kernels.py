@@ -48,7 +48,7 @@ def measure_by_kernel(
     count, heads, length, dim = query.shape
     config = config or choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
     query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
-    blocks, ratio = cdiv(length, config.block_m), config.block_m // config.block_k
+    blocks, ratio = cdiv(length, config.block_m), config.block_m // config.block_k  # R
     kv = torch.tensor(list(kv_head), dtype=torch.int32, device=query.device)
     operands = query, key, kv, query.new_empty(count, heads, length, dtype=torch.float32)
     sizes = heads, length, score_scale(scale, dim) / math.log(2), *query.stride()[:3], *key.stride()[:3]
@@ -59,13 +59,15 @@ def measure_by_kernel(
     scores = query.new_zeros(2, heads, dtype=torch.float64)
     entropy = query.new_zeros(heads, dtype=torch.float64)
     etas = query.new_zeros(2, heads, blocks * config.block_m, dtype=torch.float64)
-    size = max(1, scratch_bytes // (4 * heads * length * (3 * ratio + 2)))  # row blocks of a band
+    # Row blocks of a band: each has 2RT sums of rows, T of columns and (R + 1)T of diagonals, in float32, a head.
+    size = max(1, scratch_bytes // (4 * heads * length * (3 * ratio + 2)))
     for first in range(0, blocks, size):
         band = range(first, min(first + size, blocks))
         sums = _sum_tiles(band, operands, sizes, config, options)
         normaliser, plogp = sums.rows
         scores += sums.scores
         entropy += (normaliser.log2() - plogp / normaliser).sum(-1)
+        # The kernel summed columns and diagonals over the rows of a block before their normalisers were known.
         weight = 1 / _midrange(normaliser, config.block_m)
         etas[0, :, :length] += (sums.columns * weight[..., None]).sum(1)
         diagonals = (sums.diagonals * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_k]
@@ -109,6 +111,7 @@ def _sum_tiles(
     row = torch.zeros(2, heads, keys, blocks * rows, device=device)
     column = torch.zeros(heads, blocks, length, device=device)
     diagonal = torch.zeros(heads, blocks, ratio + 1, keys, config.block_k, device=device)
+    # Two launches, since tiles on the diagonal compare positions and the many below it do not.
     for diagonals, tiles, offset in ((False, below, 0), (True, across, below)):
         if tiles:
             launch(

@@ -62,15 +62,16 @@ def measure_layer(
     """
     count, heads, length, dim = query.shape
     spans = spans_of(lengths or [length] * count)
-    if not (strip_elements or on_strip or soft_cap or len(spans) > 1) and _kernels_run(query, key):
-        from saf.calibration.kernels import measure_by_kernel
+    needs_strips = strip_elements or on_strip or soft_cap or len(spans) > 1  # what the kernels do not know
+    if not needs_strips and _kernels_run(query, key):
+        from saf.calibration.kernels import measure_by_kernel  # imports Triton, which a CPU may lack
 
         return measure_by_kernel(query, key, kv_head=kv_head, scale=scale)
     limit = strip_elements or STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"])
     rows = max(1, min(ROWS, length, limit // (count * length)))
     group_size = max(1, limit // (count * rows * length))  # heads that share a strip
     dtype, parts = measured_dtype(query.dtype), []
-    with torch.autocast(query.device.type, enabled=False):
+    with torch.autocast(query.device.type, enabled=False):  # in 16 bits the strips would not be exact
         for first in range(0, heads, group_size):
             group = slice(first, min(first + group_size, heads))
             scaled = query[:, group].to(dtype) * score_scale(scale, dim)
@@ -145,6 +146,7 @@ def _measure_heads(
 ) -> LayerStatistics:
     """Measure heads that share strips, from scaled queries and keys `[N, heads, T, D]`."""
     _, heads, length, _ = query.shape
+    # Rows that two sequences or more reach: T of Eqs. (1) and (2) where lengths are unequal.
     compared_rows = max((end for _, end, count in spans if count > 1), default=length)
     zeros = query.new_zeros(heads, dtype=torch.float64)
     variance, forward_kl, entropy = zeros, zeros, zeros
@@ -162,7 +164,7 @@ def _measure_heads(
                 on_strip(Strip(group, start, end, length, causal, logits, pattern, mean))
             if count > 1:
                 divergence = divergence + _divergence(pattern, mean)
-                # In place, so last: the pattern is gone afterwards.
+                # In place, so last: the pattern is gone afterwards. A copy would take up to 1 GB.
                 deviation = deviation + pattern.sub_(mean).square_().sum((0, 2, 3), dtype=torch.float64)
             sums = floored_sums(mean, causal)
             entropy = entropy + sums.entropy
@@ -294,7 +296,7 @@ class Collector:
 
     def read(self, layer: int, strip: Strip) -> None:
         """Read a strip of a layer."""
-        first = self.heads.index((layer, self.heads.in_layer(layer)[0]))
+        first = self.heads.index((layer, self.heads.in_layer(layer)[0]))  # heads of a layer follow one another
         picked = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
         index = {
             "F": slice(first + strip.heads.start, first + strip.heads.stop),
@@ -311,4 +313,7 @@ class Collector:
             if by_position:
                 value = value[..., [self.positions[number] - strip.start for number in picked], :]
             tensor = self.tensors[name]
-            tensor[at] = tensor[at] + value.to(tensor) if kind.is_sum else value.to(tensor)
+            if kind.is_sum:
+                tensor[at] += value.to(tensor)
+            else:
+                tensor[at] = value.to(tensor)

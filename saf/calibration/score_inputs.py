@@ -1,10 +1,11 @@
-"""What scores read beyond the statistics.
+"""`QKGradient`, `gate_gradients` and `head_outputs` measure what some scores read beyond the statistics of `calibrate`.
 
-`QKGradient` averages gradient norms of query and key weights while a model trains. `gate_gradients` measures gradients
-of gates on the heads' outputs, and `head_outputs` each head's contribution to the residual stream, with its own pattern
-and with its mean pattern.
+The first averages gradient norms of query and key weights while a model trains. The second measures gradients of gates
+on the heads' outputs. The third measures each head's contribution to the residual stream, with its own pattern and with
+its mean pattern.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -49,10 +50,12 @@ class QKGradient:
         """Average in the gradients of this update; raise InputError when there are none."""
         norms = torch.stack([head_norms(site) for site in adapter_for(self.model).sites()])  # Eq. (8)
         self._average = self._average.to(norms.device)
+        # Over all live heads of the model: a factor common to all of them cancels.
         mean = norms.nanmean()
         relative = norms / mean.clamp(min=torch.finfo(norms.dtype).tiny)
         blended = BETA * self._average + (1 - BETA) * relative  # Eq. (9)
         new = torch.where(self._average.isnan(), relative, blended)
+        # A `where` and no branch: a branch would wait for the device in every update.
         self._average = torch.where(mean.isfinite() & norms.isfinite(), new, self._average)
 
     def scores(self) -> Tensor:
@@ -64,7 +67,7 @@ class QKGradient:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the average as values for JSON, None in place of NaN."""
-        return {"average": [[None if value != value else value for value in row] for row in self._average.tolist()]}
+        return {"average": [[None if math.isnan(value) else value for value in row] for row in self._average.tolist()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; raise CheckpointError for another shape of model."""
@@ -86,7 +89,8 @@ def head_norms(site: Site) -> Tensor:
         by_slot, by_group = (_block_norms(part, site.head_dim).unbind() for part in parts)
         for head, query, group in zip(layout.live, by_slot, layout.key_head, strict=True):
             norms[head] = query + by_group[group]  # Eq. (8)
-    return torch.stack(norms)  # indexing a tensor by a list of heads would copy the list to the device and wait for it
+    # Not `norms[list(live)] = ...` on a tensor, which would copy the list to the device and wait for it.
+    return torch.stack(norms)
 
 
 def _block_norms(rows: Rows, head_dim: int) -> Tensor:
@@ -120,6 +124,8 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     with torch.enable_grad(), evaluation_mode(model), _requiring_gradients(weights):
         for row, targets in sequences.rows():
             loss = _loss(adapter, row, targets)
+            # Not backward(), which would add to the parameters' own gradients. The empty weight of a
+            # layer whose heads are all pruned is unused.
             gradients = torch.autograd.grad(loss, weights, allow_unused=True, materialize_grads=True)
             layers = [_gate_gradient(site, gradient) for site, gradient in zip(sites, gradients, strict=True)]
             total += torch.stack(layers).abs().cpu()
@@ -140,6 +146,7 @@ def _loss(adapter: Adapter, row: Tensor, targets: Tensor | None) -> Tensor:
 def _gate_gradient(site: Site, gradient: Tensor) -> Tensor:
     """Return the derivative of the loss by each gate, `[H]` float64, from the output weight's gradient."""
     weight, dimension = site.projections()["output"]
+    # A gate scales the head's columns of the output weight, so its gradient is their inner product with the weight's.
     product = (weight.detach().double() * gradient.double()).movedim(dimension, 0)
     gates, live = product.new_full((site.layout.num_heads,), torch.nan), list(site.layout.live)
     if live:
@@ -224,7 +231,7 @@ class _LayerOutputs:
             inputs[name] = args[0] if args else kwargs["hidden_states"]
 
         def add(_module: nn.Module, _args: Any, output: Any) -> None:
-            if "query" in inputs:  # a layer without live heads has none
+            if "query" in inputs:  # in a layer without live heads nothing is captured
                 with torch.autocast(self.weight.device.type, enabled=False):
                     self._add_batch(output if isinstance(output, Tensor) else output[0], **inputs)
             inputs.clear()

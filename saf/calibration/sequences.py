@@ -28,7 +28,7 @@ class Sequences:
 
     @cached_property
     def ids(self) -> list[Tensor]:
-        """Batches `[B, T]`; zeros follow shorter sequences and never enter a result."""
+        """Batches `[B, T]`; zeros follow shorter sequences, and causal attention keeps them out of every result."""
         rows = iter(self.tokens)
         return [pad_sequence([next(rows) for _ in range(size)], batch_first=True) for size in self.sizes]
 
@@ -49,7 +49,8 @@ class Sequences:
 
     @property
     def num_distinct(self) -> int:
-        """Number of sequences that are no prefix of another; a prefix repeats the attention of the longer one."""
+        """Number of sequences that are no prefix of another."""
+        # Attention is causal, so a prefix repeats rows of the longer sequence and adds nothing to a variance.
         distinct: list[Tensor] = []
         for row in self.tokens:
             if not any(torch.equal(row, longer[: len(row)]) for longer in distinct):
@@ -87,7 +88,8 @@ def read_sequences(batches: Iterable[Batch]) -> Sequences:
     if isinstance(batches, Tensor | Mapping):
         raise InputError(f"batches is an iterable of batches, such as a list of one; got a bare {shown(batches)}")
     read = [_read_batch(batch) for batch in batches]
-    # Sorting is stable, so that sequences of one length stay in order, and targets go with their tokens.
+    # Sorting is stable, so that sequences of one length stay in order, and targets go with their tokens. Longest first,
+    # the sequences that reach a row are always the first ones (`spans_of`).
     tokens = sorted((row for rows, _ in read for row in rows), key=len, reverse=True)
     targets = sorted((row for _, rows in read for row in rows), key=len, reverse=True)
     if not tokens:
@@ -146,6 +148,7 @@ def _ends(mask: Any, tokens: Tensor) -> list[int]:
 
 def _check_not_packed(fields: Mapping[str, Any], ends: list[int]) -> None:
     """Raise InputError for rows with several documents: the batch has their boundaries, or positions that restart."""
+    # As transformers' DataCollatorWithFlattening and TRL's packing name them.
     packed = bool({"cu_seq_lens_q", "seq_lengths"} & fields.keys())
     if (positions := fields.get("position_ids")) is not None:
         rows = torch.as_tensor(positions).cpu().expand(len(ends), -1)
