@@ -1,4 +1,4 @@
-"""What freezing cost and saved: two finished runs, or two evaluations of the same text and questions, and its tables.
+"""`compare_runs` and `compare_folders` measure what freezing cost and saved, by two runs or two evaluations.
 
 A pair is compared by perplexity or by accuracy: on questions, on queries of associative recall, on zero-shot tasks.
 `verdict` says the outcome in two lines, `pair_tables` tabulates a pair, `arms_table` any number of runs.
@@ -17,7 +17,7 @@ import torch
 from saf.errors import CompareError, InputError, SafError, SafWarning
 from saf.heads import EDITED
 from saf.machine import untimed_updates
-from saf.paired import RESAMPLES, delta_of_windows, paired_tasks
+from saf.paired import delta_of_windows, paired_tasks
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.result import result_header
 from saf.records.run import RecordedRun, heads_in_words
@@ -33,8 +33,8 @@ PERPLEXITY, ACCURACY = "comparison", "accuracy_comparison"
 ORDINARY, FROZEN = ARMS = ("ORDINARY", "FROZEN")
 """Headings of the two columns of a pair, as `saf compare` names its arguments."""
 _PAIR = ("ordinary", "frozen")
+# The median of fewer says nothing about updates whose times spread by some percent.
 _MINIMUM_TIMED_UPDATES = 5
-"""The median of fewer says nothing about updates whose times spread by some percent."""
 
 # --- runs
 
@@ -45,8 +45,6 @@ def compare_runs(
     *,
     out: Path | str | None = None,
     allow_differences: bool = False,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
 ) -> Record:
     """Compare two finished runs by what both are measured by; the record is also written to `out`/compare.json.
 
@@ -66,26 +64,28 @@ def compare_runs(
     of_text = measures[0] == "perplexity"
     if of_text and other.arm == "ordinary":
         raise CompareError(f"{other.folder} froze or pruned no heads; name the ordinary arm first, the other second")
-    options = {"resamples": resamples, "seed": seed}
     record = _header(
         PERPLEXITY if of_text else ACCURACY,
-        {"allow_differences": allow_differences, **options},
         [run.folder for run in pair],
         [result["provenance"]["checkpoints"].get("final") for result in results],
         differences(one, other) if of_text else _setting_differences(one, other),
+        allow_differences=allow_differences,
     )
     record["heads_by_kind"] = [run.head_counts for run in pair]
     record |= {"heads": len(other.edited_heads), "num_heads": other.num_heads}
     if of_text:
-        record |= {**_perplexity_change(one, other, **options), **compare_update_times(one, other)}
-        peaks = (result.get("peak_memory_bytes") for result in results)
-        record |= {f"peak_memory_{arm}": peak for arm, peak in zip(_PAIR, peaks, strict=True)}
+        record |= _perplexity_change(one, other)
+        record |= compare_update_times(one, other)
+        for arm, result in zip(_PAIR, results, strict=True):
+            record[f"peak_memory_{arm}"] = result.get("peak_memory_bytes")
         record["update_time_caveat"] = speed_caveat(record)
+        reasons = map(unlearnt_reason, results)
     else:
         record |= paired_tasks(*map(answers_of_run, pair))
-    # Whether recall is learnt, the ordinary arm alone shows: the frozen one may have lost it by the freezing.
-    reasons = [unlearnt_reason(result) for result in (results if of_text else results[:1])]
-    record["not_learnt"] = "; ".join(f"{arm}: {why}" for arm, why in zip(ARMS, reasons, strict=False) if why) or None
+        # The ordinary arm alone shows whether the task is learnt: the other may have lost it by the freezing.
+        reasons = [unlearnt_reason(results[0])]
+    unlearnt = [f"{arm}: {reason}" for arm, reason in zip(ARMS, reasons, strict=False) if reason]
+    record["not_learnt"] = "; ".join(unlearnt) or None
     if out is not None:
         write_json(Path(out) / "compare.json", record)
     return record
@@ -102,34 +102,39 @@ def unlearnt_reason(result: Mapping[str, Any]) -> str | None:
 
 
 def _measure(result: Mapping[str, Any]) -> str:
-    return "recall" if "recall" in result else "accuracy" if "answers_sha256" in result else "perplexity"
+    if "recall" in result:
+        return "recall"
+    return "accuracy" if "answers_sha256" in result else "perplexity"
 
 
 def _header(
     kind: str,
-    settings: Record,
     folders: Sequence[Path | str],
     hashes: Sequence[str | None],
     lines: list[str],
-    **data: str,
+    *,
+    allow_differences: bool,
+    data: Mapping[str, str] | None = None,
 ) -> Record:
     """Return the entries of every comparison; `lines` are differences, which raise CompareError unless allowed."""
-    if lines and not settings["allow_differences"]:
+    if lines and not allow_differences:
         listed = "\n  ".join(lines)
         raise CompareError(f"they differ in more than the freezing (--allow-differences compares anyway):\n  {listed}")
-    header = result_header(kind, settings, checkpoints=dict(zip(_PAIR, hashes, strict=True)), data=data)
+    settings, checkpoints = {"allow_differences": allow_differences}, dict(zip(_PAIR, hashes, strict=True))
+    header = result_header(kind, settings, checkpoints=checkpoints, data=data)
     return {**header, **dict(zip(_PAIR, map(str, folders), strict=True)), "differences": lines}
 
 
-def _perplexity_change(*pair: RecordedRun, resamples: int, seed: int) -> Record:
+def _perplexity_change(*pair: RecordedRun) -> Record:
     (one, losses), (other, frozen_losses) = (read_evaluation(run.folder) for run in pair)
     for run, record in zip(pair, (one, other), strict=True):
+        # `saf evaluate --out RUN` may have overwritten the files of the run's end by those of an earlier checkpoint.
         if not math.isclose(record["loss"], expected := run.finished_result()["report_loss"], rel_tol=1e-6):
             ends = f"of the run's end, whose loss is {expected:.6f}, got one of {record['loss']:.6f}"
             raise InputError(f"{run.folder / EVALUATION} must be {ends}; take all files of the run")
     if one["windows_hash"] != other["windows_hash"]:
         raise CompareError("both arms must be evaluated on the same windows, got different windows")
-    return delta_of_windows(losses, frozen_losses, resamples=resamples, seed=seed)
+    return delta_of_windows(losses, frozen_losses)
 
 
 def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
@@ -141,23 +146,25 @@ def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     pair, budgets = (ordinary, frozen), ("update_budget", "time_budget_seconds")
     parents = {(run.config.get("parent") or {}).get("hash") for run in pair}
     limited = all(any(run.config["train"].get(name) for name in budgets) for run in pair)
-    matched = len(parents) == 1 and None not in parents and limited
-    evaluated = ("partition", "length", "precision", "data_fingerprint")
-    one, other = (
-        {"device": run.config.get("device")}
-        | {key: run.finished_result().get(key) for key in ("updates", "tokens") if not matched}
-        | {f"evaluation {key}": run.evaluation.get(key) for key in evaluated}
-        for run in pair
-    )
-    settings = _setting_differences(*pair, without={f"train.{name}" for name in budgets if matched})
-    return [*settings, *_difference_lines(one, other, one), *_parent_difference(*pair)]
+    matched_in_time = len(parents) == 1 and None not in parents and limited
+    facts = []
+    for run in pair:
+        own = {"device": run.config.get("device")}
+        if not matched_in_time:
+            own |= {name: run.finished_result().get(name) for name in ("updates", "tokens")}
+        for name in ("partition", "length", "precision", "data_fingerprint"):
+            own[f"evaluation {name}"] = run.evaluation.get(name)
+        facts.append(own)
+    without = {f"train.{name}" for name in budgets} if matched_in_time else set()
+    settings = _setting_differences(*pair, without=without)
+    return [*settings, *_difference_lines(*facts, facts[0]), *_parent_difference(*pair)]
 
 
 def _setting_differences(*pair: RecordedRun, without: Set[str] = frozenset()) -> list[str]:
     left, right = (_flat({name: run.config.get(name) for name in ("model", "train", "data")}) for run in pair)
     # Files may lie elsewhere: the data's fingerprint, which covers tokenizer and examples, is compared.
-    places = {"data.folder", "data.tokenizer", "data.test"}
-    return _difference_lines(left, right, sorted((left.keys() | right.keys()) - places - without))
+    without = {"data.folder", "data.tokenizer", "data.test", *without}
+    return _difference_lines(left, right, sorted((left.keys() | right.keys()) - without))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -210,13 +217,15 @@ def compare_update_times(ordinary: RecordedRun, frozen: RecordedRun) -> Record:
     last = min(run.metrics[-1]["update"] for run in (ordinary, frozen))
     start = begin + untimed_updates(last - begin)
     own, other = ({line["update"]: line["update_seconds"] for line in run.metrics} for run in (ordinary, frozen))
+    # The same updates of both, so that evaluations and checkpoints come between the same ones.
     common = sorted(update for update in own.keys() & other.keys() if update > start)
     record: Record = {"update_time_ratio": None, "timed_updates": [common[0], common[-1]] if common else None}
     for arm, times in zip(_PAIR, (own, other), strict=True):
-        taken = torch.tensor([times[update] for update in common], dtype=torch.float64)
-        shares = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
-        low, median, high = taken.quantile(shares).tolist() if common else [None] * 3
-        record |= {f"update_seconds_{arm}": median, f"update_seconds_spread_{arm}": [low, high] if common else None}
+        record |= {f"update_seconds_{arm}": None, f"update_seconds_spread_{arm}": None}
+        if common:
+            taken = torch.tensor([times[update] for update in common], dtype=torch.float64)
+            low, median, high = taken.quantile(torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)).tolist()
+            record |= {f"update_seconds_{arm}": median, f"update_seconds_spread_{arm}": [low, high]}
     if len(common) >= _MINIMUM_TIMED_UPDATES and record["update_seconds_frozen"]:
         record["update_time_ratio"] = record["update_seconds_ordinary"] / record["update_seconds_frozen"]
     return record
@@ -248,34 +257,28 @@ def compare_folders(
         holders = [folder for folder in (ordinary, frozen) if (folder / name).is_file()]
         if len(holders) == 1:
             warnings.warn(f"{name} is in {holders[0]} alone: it is not compared", SafWarning, stacklevel=3)
-        both = len(holders) == 2
-        records.append(compare(ordinary, frozen, allow_differences=allow_differences) if both else None)
+        record = compare(ordinary, frozen, allow_differences=allow_differences) if len(holders) == 2 else None
+        records.append(record)
     if records == [None, None]:
         raise InputError(f"{ordinary} and {frozen} are evaluations of different things; evaluate both on the same")
     return records[0], records[1]
 
 
-def compare_evaluations(
-    ordinary: Path | str,
-    frozen: Path | str,
-    *,
-    allow_differences: bool = False,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
-) -> Record:
+def compare_evaluations(ordinary: Path | str, frozen: Path | str, *, allow_differences: bool = False) -> Record:
     """Compute delta-PPL with its interval from two folders that `saf evaluate --out` wrote.
 
     Raises CompareError where they are of other windows or another precision, the models differ in more than the
     freezing (`allow_differences` allows that alone), or the second one has no frozen or pruned heads.
     """
-    folders, options = (ordinary, frozen), {"resamples": resamples, "seed": seed}
+    folders = (ordinary, frozen)
     (record, losses), (other, frozen_losses) = map(read_evaluation, folders)
+    # From the setting to what follows from it: the first difference is the one that a message names.
     names = ("length", "data_fingerprint", "bos", "windows_hash", "precision")
-    _check_same({name: (record.get(name), other.get(name)) for name in names}, folders)
-    settings = {"allow_differences": allow_differences, **options}
-    header = _evaluation_header(PERPLEXITY, settings, folders, (record, other))
+    _check_same({name: (record[name], other[name]) for name in names}, folders)
+    data = {record["partition"]: record["data_fingerprint"]}
+    header = _evaluation_header(PERPLEXITY, folders, (record, other), allow_differences=allow_differences, data=data)
     shape = {name: record[name] for name in ("length", "precision")}
-    return {**header, **shape, **delta_of_windows(losses, frozen_losses, **options)}
+    return {**header, **shape, **delta_of_windows(losses, frozen_losses)}
 
 
 def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differences: bool = False) -> Record:
@@ -286,11 +289,13 @@ def compare_zero_shot(ordinary: Path | str, frozen: Path | str, *, allow_differe
     """
     folders = (ordinary, frozen)
     (one, answers), (other, frozen_answers) = map(read_zero_shot, folders)
-    shortened = any(task["shortened"] for record in (one, other) for task in record["tasks"].values())
     versions = tuple({name: task["version"] for name, task in record["tasks"].items()} for record in (one, other))
-    names = ["precision", "longest"] if shortened else ["precision"]
-    _check_same({"tasks": versions, **{name: (one[name], other[name]) for name in names}}, folders)
-    header = _evaluation_header(ACCURACY, {"allow_differences": allow_differences}, folders, (one, other))
+    same = {"tasks": versions, "precision": (one["precision"], other["precision"])}
+    # Models may take inputs of different lengths, as long as no question was cut to one of them.
+    if any(task["shortened"] for record in (one, other) for task in record["tasks"].values()):
+        same["longest"] = (one["longest"], other["longest"])
+    _check_same(same, folders)
+    header = _evaluation_header(ACCURACY, folders, (one, other), allow_differences=allow_differences)
     return {**header, **paired_tasks(answers, frozen_answers)}
 
 
@@ -303,24 +308,33 @@ def _check_same(pairs: Mapping[str, tuple[Any, ...]], folders: Sequence[Path | s
             raise CompareError(f"the evaluations differ in {name}: {values}; evaluate both alike")
 
 
-def _evaluation_header(kind: str, settings: Record, folders: Sequence[Path | str], records: Sequence[Record]) -> Record:
+def _evaluation_header(
+    kind: str,
+    folders: Sequence[Path | str],
+    records: Sequence[Record],
+    *,
+    allow_differences: bool,
+    data: Mapping[str, str] | None = None,
+) -> Record:
     """Return the entries about two models, whose shape and origin may differ in the freezing alone."""
-    ordinary, frozen = (record.get("of") or {} for record in records)
+    ordinary, frozen = (record["of"] for record in records)
     counts = [{kind: facts[kind] for kind in EDITED if kind in facts} for facts in (ordinary, frozen)]
+    # A model whose attention is unknown has no counts: nothing can be said of its heads.
     if "heads_by_layer" in frozen and not any(counts[1].values()):
         raise CompareError(f"the model of {folders[1]} has no frozen or pruned heads; name the ordinary model first")
     shape = ("architecture", "vocab_size", "hidden_size", "heads_by_layer", "head_dim")
-    lines = _difference_lines(ordinary, frozen, shape if ordinary and frozen else ())
+    lines = _difference_lines(ordinary, frozen, shape)
     checkpoints = [record["provenance"]["checkpoints"] for record in records]
+    # The frozen model may come from the ordinary one, or both from one parent.
     own = {value for role, value in checkpoints[0].items() if role.startswith(("model", PARENT))}
     origins = {value for role, value in checkpoints[1].items() if role.startswith(PARENT)}
     if own and PARENT in checkpoints[1] and not own & origins:
         origin = checkpoints[1][PARENT][:12]
         remedy = "compare one frozen twice with the one frozen once, or pass --allow-differences"
         lines.append(f"parent: the frozen model was derived from {origin}, which is not the ordinary model; {remedy}")
-    data = {records[0]["partition"]: records[0]["data_fingerprint"]} if "partition" in records[0] else {}
     models = [each.get("model") for each in checkpoints]
-    return {**_header(kind, settings, folders, models, lines, **data), "heads_by_kind": counts}
+    header = _header(kind, folders, models, lines, allow_differences=allow_differences, data=data)
+    return {**header, "heads_by_kind": counts}
 
 
 # --- a pair, for people
@@ -330,13 +344,16 @@ def verdict(record: Record) -> str:
     """Say in two lines what freezing cost, and how speed and memory changed; then why that may mean nothing."""
     if record["kind"] == PERPLEXITY:
         lines = [f"Cost: perplexity {perplexity_change(record, '95% interval ')}."]
-        lines += [f"Speed: {saving}." for saving in [_saving(record)] if saving]
+        if saving := _saving(record):
+            lines.append(f"Speed: {saving}.")
     else:
-        name, worst = min(record["tasks"].items(), key=lambda task: task[1]["difference"])
-        mean = f"{_mean_change(record)} on average over {len(record['tasks'])} tasks"
-        several = len(record["tasks"]) > 1
-        change = f"{mean}, {_points(worst)} at {name}, the lowest." if several else f"{_points(worst)} points."
-        lines = [f"Cost: accuracy {change}"]
+        tasks = record["tasks"]
+        worst = min(tasks, key=lambda name: tasks[name]["difference"])
+        change = f"{_points(tasks[worst])} points"
+        if len(tasks) > 1:
+            mean = f"{_mean_change(record)} on average over {len(tasks)} tasks"
+            change = f"{mean}, {_points(tasks[worst])} at {worst}, the lowest"
+        lines = [f"Cost: accuracy {change}."]
     if record.get("not_learnt"):
         lines += wrap(f"Not to be compared: {record['not_learnt']}.", 80)
     return "\n".join(lines)
@@ -353,7 +370,9 @@ def _saving(record: Record) -> str:
     if ratio := record.get("update_time_ratio"):
         parts.append("update times unclear" if speed_caveat(record) else f"updates {ratio:.3f}× as fast")
     memory = change_percent(record.get("peak_memory_ordinary"), record.get("peak_memory_frozen"))
-    return ", ".join([*parts, *([] if memory is None else [f"peak memory {signed(memory)}"])])
+    if memory is not None:
+        parts.append(f"peak memory {signed(memory)}")
+    return ", ".join(parts)
 
 
 def _mean_change(record: Record) -> str:
@@ -416,8 +435,6 @@ def _notes(record: Record) -> list[str]:
 
 # --- all arms in one table
 
-_COLUMNS = ("arm", "heads frozen", "loss, nats", "perplexity", "change, 95% interval", "median update", "peak memory")
-_COLUMNS += ("freezing took", "whole run", "whole run, warm")
 _TIMES = (
     "Update times are of separate processes and carry the machine's drift; a whole run counts the part before the "
     "checkpoint that an arm continues from, warm without loading and compilation."
@@ -484,30 +501,43 @@ def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: S
     runs have no change either.
     """
     by_name = {comparison.name: comparison for comparison in comparisons}
-    rows = [[name, *_arm_cells(run, by_name.get(name))] for run, name in zip(runs, names, strict=True)]
+    rows = [{"arm": name, **_arm_cells(run, by_name.get(name))} for run, name in zip(runs, names, strict=True)]
     notes = [f"{each.name}: {note}" for each in comparisons for note in _comparison_notes(each)]
-    return Table.of("Arms side by side", _COLUMNS, rows, [_TIMES, *notes]).used()
+    cells = [row.values() for row in rows]
+    return Table.of("Arms side by side", list(rows[0]), map(list, cells), [_TIMES, *notes]).used()
 
 
-def _arm_cells(run: RecordedRun, comparison: ArmComparison | None) -> Iterator[str | None]:
-    """Yield the cells of a run's row; `comparison` is that with the ordinary run."""
+def _arm_cells(run: RecordedRun, comparison: ArmComparison | None) -> dict[str, str | None]:
+    """Return the cells of a run's row by their columns; `comparison` is that with the ordinary run."""
     result, record = run.result, comparison.perplexity if comparison else None
+    loss, perplexity, peak = (result.get(name) for name in ("report_loss", "report_perplexity", "peak_memory_bytes"))
     edited = run.heads_in_words if run.frozen_heads and run.pruned_heads else len(run.edited_heads)
-    yield f"{edited} of {run.num_heads}" + " pruned" * (run.arm == "pruned")
-    loss, perplexity, peak = (result.get(key) for key in ("report_loss", "report_perplexity", "peak_memory_bytes"))
-    yield None if loss is None else f"{loss:.4f}"
-    yield None if perplexity is None else f"{perplexity:.3f}"
-    yield perplexity_change(record) if record else None
-    median = record["update_seconds_frozen"] if record else (result.get("update_seconds") or {}).get("median")
-    ratio = record["update_time_ratio"] if record else None
-    unclear = bool(record and speed_caveat(record))
-    yield seconds(median) + (f" ({'unclear' if unclear else f'{ratio:.3f}×'})" if ratio else "")
-    yield byte_size(peak) + _change(record["peak_memory_ordinary"], peak) if record else byte_size(peak)
-    parts = (result.get("intervention") or {}).get("seconds")
-    yield seconds(sum(parts.values()) if parts else None)
+    pruned = " pruned" if run.arm == "pruned" else ""
+    update, memory, unclear = seconds((result.get("update_seconds") or {}).get("median")), byte_size(peak), False
+    if record:
+        update = seconds(record["update_seconds_frozen"])  # over the updates that both runs did
+        memory += _change(record["peak_memory_ordinary"], peak)
+        unclear = bool(speed_caveat(record))
+        if ratio := record["update_time_ratio"]:
+            update += " (unclear)" if unclear else f" ({ratio:.3f}×)"
+    freezing = (result.get("intervention") or {}).get("seconds")
+    whole = {}
     for clock in ("everything", "warm"):
         own = run.seconds(clock)
-        yield seconds(own) + (_change(comparison.ordinary.seconds(clock), own) if comparison and not unclear else "")
+        whole[clock] = seconds(own)
+        if comparison and not unclear:
+            whole[clock] += _change(comparison.ordinary.seconds(clock), own)
+    return {
+        "heads frozen": f"{edited} of {run.num_heads}{pruned}",
+        "loss, nats": None if loss is None else f"{loss:.4f}",
+        "perplexity": None if perplexity is None else f"{perplexity:.3f}",
+        "change, 95% interval": perplexity_change(record) if record else None,
+        "median update": update,
+        "peak memory": memory,
+        "freezing took": seconds(sum(freezing.values()) if freezing else None),
+        "whole run": whole["everything"],
+        "whole run, warm": whole["warm"],
+    }
 
 
 def _change(before: float | None, after: float | None) -> str:
@@ -522,6 +552,6 @@ def _comparison_notes(comparison: ArmComparison) -> Iterator[str]:
         yield f"not to be compared: {record['not_learnt']}."
     if record := comparison.perplexity:
         yield from (f"differs in more than the freezing: {line}" for line in record["differences"])
-        block = f" of blocks of {record['block']} neighbours" if record.get("block", 1) > 1 else ""
+        block = f" of blocks of {record['block']} neighbours" if record["block"] > 1 else ""
         facts = f"{number(record['windows'])} paired windows, {number(record['resamples'])} resamples{block}"
         yield "; ".join(filter(None, [facts, speed_caveat(record)])) + "."

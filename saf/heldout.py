@@ -2,7 +2,7 @@
 
 Heads that are harmless alone may be fatal together: on SmolLM2-135M the 14 heads of lowest variance cost 0.004 nats
 each, and 1.7 nats together. So `choose_jointly` takes heads one after another, each time the one that adds least to the
-loss with those before it, and holds the choice to other text, too.
+loss with those before it, and requires the same budget on other text.
 """
 
 import heapq
@@ -105,6 +105,7 @@ class LossChange:
         with trial:
             later, _ = _losses(model, text, singly=True)
         before, after, tokens, count = _mean(earlier, sizes), _mean(later, sizes), sum(sizes), len(sizes)
+        # Of the difference, paired by sequence: how hard a sequence is cancels.
         rises = [two - one - (after - before) for one, two in zip(earlier, later, strict=True)]
         squares = sum((size / tokens * rise) ** 2 for size, rise in zip(sizes, rises, strict=True))
         error = math.sqrt(squares * count / (count - 1)) if count > 1 else None
@@ -183,23 +184,21 @@ def choose_jointly(
     allow_empty: bool = False,
     progress: Callable[[int, int], None] | None = None,
 ) -> JointCost:
-    """Accept candidates on the first text, and of these the first ones that keep the budget on the other text, too.
+    """Accept candidates one after another, each the one that adds least to the loss of those before it.
 
-    Few tokens choose heads that fit them alone: on SmolLM2-135M 14 heads chosen by 4,096 tokens lower perplexity there
-    by 0.3% and raise it by 3.4% elsewhere. Raises SelectionError where no head is left, unless `allow_empty`.
+    Perplexity rises by at most `budget`, a share, on both texts: on the first, which orders the heads, and on the
+    second, which only shortens the list. `progress` is called with (heads measured alone and accepted, the most that
+    this can be). The model ends as it was. Raises SelectionError where no head is left, unless `allow_empty`.
     """
     limit = math.inf if budget is None else budget
-    joint = accept_jointly(model, candidates, texts[0], max_heads, trial=trial, budget=limit, progress=progress)
+    show = progress or (lambda done, total: None)
+    joint = _accept(model, list(candidates), list(texts[0]), max_heads, trial=trial, budget=limit, show=show)
     if budget is not None:
-        before, count = heldout_loss(model, texts[1]), len(joint.accepted)
-        few, many = 0, count + 1  # `few` heads keep the budget, `many` exceed it or are more than all
-        while many - few > 1:
-            with trial(HeadSet(joint.accepted[:count])):
-                within = perplexity_rise(before, heldout_loss(model, texts[1])) <= limit  # false for a loss that is NaN
-            few, many = (count, many) if within else (few, count)
-            count = (few + many) // 2
-        refused = joint.refused + joint.accepted[few:]
-        joint = replace(joint, accepted=joint.accepted[:few], rises=joint.rises[:few], refused=refused)
+        # Few tokens choose heads that fit them alone: on SmolLM2-135M 14 heads chosen by 4,096 tokens lower perplexity
+        # there by 0.3%, and raise it by 3.4% elsewhere.
+        count = _count_within(model, joint.accepted, texts[1], trial=trial, budget=budget)
+        refused = joint.refused + joint.accepted[count:]
+        joint = replace(joint, accepted=joint.accepted[:count], rises=joint.rises[:count], refused=refused)
     if not joint.accepted and not allow_empty:
         least = perplexity_rise(0.0, min(joint.alone.values()))
         raise SelectionError(
@@ -209,24 +208,18 @@ def choose_jointly(
     return joint
 
 
-def accept_jointly(
+def _accept(
     model: nn.Module,
-    candidates: Iterable[Head],
-    text: Iterable[Batch],
+    candidates: list[Head],
+    text: list[Batch],
     max_heads: int,
     *,
     trial: Trial,
-    budget: float = math.inf,
-    progress: Callable[[int, int], None] | None = None,
+    budget: float,
+    show: Callable[[int, int], None],
 ) -> JointCost:
-    """Accept at most `max_heads` candidates, each the one that adds least to the loss of those before it.
-
-    Perplexity on `text` rises by at most `budget`, a share, with all of them; the search ends where several heads in
-    turn would exceed it. The model ends as it was. `progress` is called with (heads measured alone and accepted, the
-    most that this can be).
-    """
-    text, candidates, layers = list(text), list(candidates), CachedLayers(model)
-    steps, show = len(candidates) + max_heads, progress or (lambda done, total: None)
+    """Accept at most `max_heads` candidates, each the one that adds least to the loss of those before it."""
+    layers, steps = CachedLayers(model), len(candidates) + max_heads
     before = layers.loss(text)
 
     def rise_with(head: Head) -> float:
@@ -261,10 +254,24 @@ def accept_jointly(
     return JointCost(tuple(accepted), tuple(rises[1:]), tuple(refused), alone)
 
 
-class CachedLayers:
-    """Compute losses of one text from the lowest changed layer on: outputs of the layers below are in a cache.
+def _count_within(
+    model: nn.Module, heads: Sequence[Head], text: Iterable[Batch], *, trial: Trial, budget: float
+) -> int:
+    """Return how many heads, from the first on, keep the budget on a text: all, or the number by bisection."""
+    before, count = heldout_loss(model, text), len(heads)
+    few, many = 0, count + 1  # `few` heads keep the budget, `many` exceed it or are more than all
+    while many - few > 1:
+        with trial(HeadSet(heads[:count])):
+            within = perplexity_rise(before, heldout_loss(model, text)) <= budget  # false for a loss that is NaN
+        few, many = (count, many) if within else (few, count)
+        count = (few + many) // 2
+    return few
 
-    It takes at most a quarter of the free memory; where a batch's outputs have no room, more of its layers run.
+
+class CachedLayers:
+    """Compute losses of one text from the lowest changed layer on; a cache holds the outputs of the layers below.
+
+    It takes at most a quarter of the free memory. Where the outputs of a batch have no room, more of its layers run.
     """
 
     def __init__(self, model: nn.Module):
@@ -278,6 +285,7 @@ class CachedLayers:
     def loss(self, text: Sequence[Batch], *, changed: int | None = None) -> float:
         """Return the held-out loss of a model in which only layers from `changed` on differ from the cached ones."""
         changed = len(self.layers) if changed is None else changed
+        # Not by hooks: a hook may replace an output, but cannot keep the layer from running.
         own, self._batch = [vars(layer).get("forward") for layer in self.layers], -1
         for number, layer in enumerate(self.layers):
             layer.forward = partial(self._run, number, changed, layer.forward)
@@ -346,21 +354,36 @@ def heal_and_compare(
     `progress` is called with (updates done, updates), of both models. Raises LossError where the healed model stays too
     far above the ordinary one, unless `accept_loss`.
     """
-    heldout, models = list(heldout), (frozen, ordinary)
+    heldout = list(heldout)
+
+    def losses() -> list[float]:
+        return [heldout_loss(model, heldout) for model in (frozen, ordinary)]
+
+    def heal(model: nn.Module, number: int) -> None:
+        def show(done: int, updates: int) -> None:
+            if progress is not None:
+                progress(number * updates + done, 2 * updates)
+
+        heal_(model, windows, precision=precision, progress=show)
+
     with autocast(language_model(frozen).device, precision):
-        before = [heldout_loss(model, heldout) for model in models]
-        for number, model in enumerate(models):
-            show = progress and (lambda done, updates, number=number: progress(number * updates + done, 2 * updates))
-            heal_(model, windows, precision=precision, progress=show)
-        healed, twin = (heldout_loss(model, heldout) for model in models)
-    rise = perplexity_rise(twin, healed)
+        loss_frozen, loss_ordinary = losses()
+        heal(frozen, 0)
+        heal(ordinary, 1)
+        loss_healed, loss_twin = losses()
+    rise = perplexity_rise(loss_twin, loss_healed)
     if not (accept_loss or rise <= MAX_RISE):  # a rise that is NaN is never within the limit
         raise LossError(
             f"perplexity healed must be within {MAX_RISE:.0%} of the ordinary model trained alike, got {rise:.1%}: "
             "freeze fewer heads, heal longer, or pass --accept-loss"
         )
-    losses = {"loss_ordinary": before[1], "loss_frozen": before[0], "loss_healed": healed, "loss_twin": twin}
-    return Healing(tokens=windows[:, 1:].numel(), **losses)
+    return Healing(
+        tokens=windows[:, 1:].numel(),
+        loss_ordinary=loss_ordinary,
+        loss_frozen=loss_frozen,
+        loss_healed=loss_healed,
+        loss_twin=loss_twin,
+    )
 
 
 def heal_(

@@ -21,7 +21,7 @@ _DRAWS_AT_ONCE = 4_194_304  # held in memory together
 # --- perplexity, over windows of text
 
 
-def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAMPLES, seed: int = 0) -> dict[str, Any]:
+def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAMPLES) -> dict[str, Any]:
     """Compute delta-PPL% with its 95% interval from mean losses of the same windows, `[windows]` float64 nats.
 
     Each draw takes windows with replacement, the same for both models, so that the hardness of a window cancels.
@@ -32,7 +32,7 @@ def delta_of_windows(ordinary: Tensor, frozen: Tensor, *, resamples: int = RESAM
         raise CompareError(f"the arms have {ordinary.numel()} and {frozen.numel()} windows; evaluate both on the same")
     loss_ordinary, loss_frozen = float(ordinary.mean()), float(frozen.mean())
     block = block_length(frozen - ordinary)
-    draws = bootstrap_means(frozen - ordinary, block=block, resamples=resamples, seed=seed)
+    draws = bootstrap_means(frozen - ordinary, block=block, resamples=resamples)
     low, high = torch.quantile(100.0 * torch.expm1(draws), torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
     return {
         "ppl_ordinary": math.exp(loss_ordinary),

@@ -10,7 +10,7 @@ import torch
 
 import saf
 from saf.errors import InputError, SelectionError
-from saf.heldout import accept_jointly
+from saf.heldout import choose_jointly
 from tests.freezing.small_model import LENGTH, SHAPE, fluent, loss, make, tokens
 from tests.freezing.test_loss_guard import loss_with
 from tests.surgery.trained_model import assert_equal, snapshot
@@ -86,8 +86,8 @@ def test_the_budget_is_a_rise_of_perplexity_not_of_the_loss(text):
         yield
         model.norm.weight.data.mul_(4.0)
 
-    search = partial(accept_jointly, model, [(0, 0)], [text], 1, trial=trial)
-    rise = search().rise
+    search = partial(choose_jointly, model, [(0, 0)], ([text], [text]), 1, trial=trial, allow_empty=True)
+    rise = search(budget=None).rise
     assert rise > 0.1
     assert search(budget=1.01 * math.expm1(rise)).accepted
     assert not search(budget=0.99 * math.expm1(rise)).accepted
