@@ -23,7 +23,7 @@ from saf.machine import Device, Precision, autocast, pick_device
 from saf.opening import ModelFolder, find_model
 from saf.surgery import finalize_
 from saf.tasks.base import Progress
-from saf.tasks.text import heldout_batches
+from saf.tasks.text import heldout_windows
 from saf.train.run import with_freeze
 from saf.train.start import recorded_gradient
 
@@ -157,7 +157,7 @@ def freeze_saved(
 def read_windows(settings: CheckpointFreezing, data: TokenData, length: int, *, seed: int) -> tuple[Tensor, Tensor]:
     """Return calibration and held-out windows of prepared data, `[N, length]` each."""
     count = settings.heldout_count((data.num_tokens("controller") - 1) // length, length)
-    (heldout,) = heldout_batches(data, length=length, count=count, batch_size=count)
+    heldout = heldout_windows(data, length=length, count=count)
     return calibration_windows(data, length=length, count=settings.sequences, seed=seed), heldout
 
 

@@ -44,7 +44,7 @@ from saf.records.table import MISSING, Part, Table, correlation, percent, signed
 from saf.scores import SCORES, required_inputs, score
 from saf.selection import heads_at_rate, ranking
 from saf.statistics import AttentionStatistics
-from saf.tasks.text import heldout_batches
+from saf.tasks.text import heldout_windows
 from saf.train.start import recorded_gradient
 
 
@@ -113,8 +113,8 @@ def available_scores(
     print_progress("measuring the inputs of scores")
     inputs: dict[str, Any] = {"gates": gate_gradients(opened.model, ids)}
     if heldout:
-        size = opened.analysis.batch_size
-        batches = heldout_batches(opened.data, length=opened.length, count=heldout, batch_size=size)
+        windows = heldout_windows(opened.data, length=opened.length, count=heldout)
+        batches = list(windows.split(opened.analysis.batch_size))
         inputs["outputs"] = head_outputs(opened.model, batches, statistics)
     if gradient := recorded_gradient(opened.model, opened.source.state):
         inputs["gradient"] = gradient.scores()

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,8 @@ class MQARSettings:
     """Evaluate a run on this number of development sequences, which are the same for every seed."""
 
     def __post_init__(self):
+        for name in ("test_lengths", "test_pairs"):  # lists, where they come from JSON
+            object.__setattr__(self, name, tuple(getattr(self, name)))
         if len(self.test_lengths) != len(self.test_pairs) or len(set(self.tests)) < len(self.tests):
             tests = f"{self.test_lengths} and {self.test_pairs}"
             raise InputError(f"mqar.test_lengths and test_pairs must name equally many different tests, got {tests}")
@@ -90,16 +92,6 @@ class MQARSettings:
     def tests(self) -> tuple[tuple[int, int], ...]:
         """The tests as (tokens, pairs)."""
         return tuple(zip(self.test_lengths, self.test_pairs, strict=False))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
-        return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()}
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> "MQARSettings":
-        """Build from `to_dict`'s form; raise TypeError for unknown names."""
-        own: dict[str, Any] = {name: tuple(each) if isinstance(each, list) else each for name, each in values.items()}
-        return cls(**own)
 
     def within(self, context: int) -> "MQARSettings":
         """Return the settings with only the tests whose sequences have at most `context` tokens."""
@@ -167,7 +159,7 @@ class MQARTask(Task):
             has = f"mqar has sequences of {longest:,} tokens, the model's context is {length:,}"
             raise InputError(f"{has}; shorten mqar.length and mqar.test_lengths, or lengthen the run's sequences")
         # All that decides the examples, and the first one, in case their generator changes.
-        text = json.dumps({"task": self.name, "seed": settings.seed, **self.mqar.to_dict()}, sort_keys=True)
+        text = json.dumps({"task": self.name, "seed": settings.seed, **asdict(self.mqar)}, sort_keys=True)
         first = self.batch(0, 1)[0].numpy().astype("<i8").tobytes()
         self.fingerprint = hashlib.sha256(text.encode() + first).hexdigest()
 
@@ -208,7 +200,7 @@ class MQARTask(Task):
         }
 
     def description(self) -> dict[str, Any]:
-        return super().description() | {"folder": None, "mqar": self.mqar.to_dict()}
+        return super().description() | {"folder": None, "mqar": asdict(self.mqar)}
 
     def _fixed(self, stream: Stream, count: int, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Return examples of (tokens, pairs) that are the same for every seed of training."""

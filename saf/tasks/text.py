@@ -64,8 +64,8 @@ class TextTask(Task):
         return list(windows.split(settings.batch_size))
 
     def heldout(self) -> list[Tensor]:
-        count, size = self.settings.heldout_sequences, self.settings.batch_size
-        return heldout_batches(self.data, length=self.length, count=count, batch_size=size)
+        windows = heldout_windows(self.data, length=self.length, count=self.settings.heldout_sequences)
+        return list(windows.split(self.settings.batch_size))
 
     @property
     def _report_windows(self) -> int | None:
@@ -107,17 +107,14 @@ class TextTask(Task):
         return {"report_loss": record["loss"], "report_perplexity": record["perplexity"], "unigram_entropy": entropy}
 
 
-def heldout_batches(data: TokenData, *, length: int, count: int, batch_size: int) -> list[Tensor]:
-    """Read the last `count` windows of the controller partition, LongTensors `[<= batch_size, length]`.
-
-    Raises DataError when the partition has fewer than `count`.
-    """
+def heldout_windows(data: TokenData, *, length: int, count: int) -> Tensor:
+    """Read the last `count` windows of the controller partition, int64 `[count, length]`; DataError for fewer."""
     # Evaluations during a run read the first windows: scores should not choose heads by the text that judges them.
     windows = sequential_windows(data.tokens("controller"), length)
     if len(windows) < count:
         few = f"the controller partition must have {count} held-out windows of {length:,} tokens, got {len(windows)}"
         raise DataError(f"{few}; use fewer (heldout_sequences), or prepare more text")
-    return list(windows[-count:, :-1].split(batch_size))
+    return windows[-count:, :-1]
 
 
 # --- perplexity
