@@ -11,9 +11,9 @@ import tyro
 from saf.checkpoint import refers_to_checkpoint
 from saf.cli.parsing import parse
 from saf.cli.pretrain import FIRST_OF_FREEZING, EarlyFlags, TrainFlags, changes_of, show_result
+from saf.data.reading import JSON_LINES, bare_suffix
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
-from saf.tasks.multiple_choice import is_json_lines
 from saf.train import TrainConfig, pretrain
 from saf.train.config import recorded_config
 from saf.train.finetune import finetune, finetune_defaults, pending_choice, settings_like
@@ -118,7 +118,7 @@ def _with_data_of_task(words: Sequence[str]) -> list[str]:
     for word in words:
         split += word.split("=", 1) if word.startswith("--task=") else [word]
     for at, (flag, value) in enumerate(pairwise(split)):
-        if flag == "--task" and is_json_lines(value):
+        if flag == "--task" and bare_suffix(Path(value)) in (*JSON_LINES, ".json"):
             return [*split[:at], "--task", "jsonl", "--data", *split[at + 1 :]]
     return split
 

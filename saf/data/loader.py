@@ -76,11 +76,8 @@ class TokenData:
 
     def num_tokens(self, partition: str) -> int:
         """Return the number of tokens of a partition."""
-        return self._facts(partition)["tokens"]
-
-    def unigram_entropy(self, partition: str) -> float:
-        """Return the entropy of a partition's token frequencies, nats."""
-        return self._facts(partition)["unigram_entropy"]
+        check_name("partition", partition, PARTITIONS)
+        return self.index["partitions"][partition]["tokens"]
 
     def tokens(self, partition: str) -> np.ndarray:
         """Return a partition's tokens, memory-mapped unsigned integers `[N]`; raise DataError when it has none."""
@@ -89,10 +86,6 @@ class TokenData:
             raise DataError(f"{self.folder}: its {partition} partition is empty{advice}")
         dtype = np.dtype(self.index["dtype"]).newbyteorder("<")  # as it was written, on any machine
         return np.memmap(self._file(f"{partition}.bin"), dtype, mode="r")
-
-    def _facts(self, partition: str) -> dict[str, Any]:
-        check_name("partition", partition, PARTITIONS)
-        return self.index["partitions"][partition]
 
 
 class TextData(TokenData):
@@ -182,10 +175,8 @@ def shuffled_windows(tokens: np.ndarray, position: int, size: int, *, length: in
     >>> shuffled_windows(np.arange(9), 0, 3, length=2, seed=0).shape
     torch.Size([3, 3])
     """
-    windows = _count_windows(tokens, length)
-    places = (divmod(number, windows) for number in range(position, position + size))
-    starts = [int(permutation(_SHUFFLED, seed, epoch, windows)[place]) * length for epoch, place in places]
-    return _read(tokens, starts, length + 1)
+    numbers = shuffled_numbers(_SHUFFLED, seed, position, size, total=_count_windows(tokens, length))
+    return _read(tokens, [number * length for number in numbers], length + 1)
 
 
 def random_windows(tokens: np.ndarray, position: int, size: int, *, length: int, seed: int) -> Tensor:
@@ -240,11 +231,15 @@ def generator(stream: int, seed: int, number: int) -> np.random.Generator:
     return np.random.Generator(np.random.Philox(key=key, counter=counter))
 
 
-@lru_cache(maxsize=2)
-def permutation(stream: int, seed: int, epoch: int, count: int) -> np.ndarray:
-    """Return the order of `count` items in an epoch, cached for the next batch."""
-    # Two are cached: a batch may span two epochs. Each has 8 bytes an item, 20 MB for 10B tokens at 4K.
-    return generator(stream, seed, epoch).permutation(count)
+def shuffled_numbers(stream: int, seed: int, position: int, count: int, *, total: int) -> list[int]:
+    """Return which of `total` items come at `position` and behind it, where each epoch has an order of its own."""
+    places = (divmod(number, total) for number in range(position, position + count))
+    return [int(_order(stream, seed, epoch, total)[place]) for epoch, place in places]
+
+
+@lru_cache(maxsize=2)  # a batch may span two epochs; each order has 8 bytes an item, 20 MB for 10B tokens at 4K
+def _order(stream: int, seed: int, epoch: int, total: int) -> np.ndarray:
+    return generator(stream, seed, epoch).permutation(total)
 
 
 def _count_windows(tokens: np.ndarray, length: int) -> int:

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from saf.data import Tokenizer
-from saf.data.loader import generator, permutation
-from saf.data.reading import JSON_LINES, bare_suffix, read_json_lines, read_records
+from saf.data.loader import generator, shuffled_numbers
+from saf.data.reading import read_json_lines, read_records
 from saf.distributed import on_rank0
 from saf.errors import DataError, InputError, SafWarning, check_name
 from saf.machine import Execution
@@ -150,9 +150,7 @@ class FinetuneTask(Task):
 
     def numbers(self, position: int, count: int) -> list[int]:
         """Return the numbers of the `count` examples from `position` on; each epoch has an order of its own."""
-        total, seed = len(self.examples), self.settings.seed
-        places = (divmod(number, total) for number in range(position, position + count))
-        return [int(permutation(_ORDER, seed, epoch, total)[place]) for epoch, place in places]
+        return shuffled_numbers(_ORDER, self.settings.seed, position, count, total=len(self.examples))
 
     def batch(self, position: int, size: int) -> Tensor:
         """Return the examples from `position` on, padded to the longest of them; only answers are targets."""
@@ -179,7 +177,7 @@ class FinetuneTask(Task):
         count, examples = self.settings.calibration_sequences, self.examples
         if count > len(examples):
             raise DataError(f"calibration_sequences must be at most {len(examples)}, all that train, got {count}")
-        order = permutation(_CALIBRATION, self.settings.seed, 0, len(examples))
+        order = generator(_CALIBRATION, self.settings.seed, 0).permutation(len(examples))
         drawn = [examples[number] for number in order[:count]]
         longest = max(examples, key=lambda each: len(each.sequence))
         if all(len(each.sequence) < len(longest.sequence) for each in drawn):
@@ -321,11 +319,6 @@ def counted(left_out: LeftOut) -> str:
         more = ", ..." if len(ids) > 3 else ""
         counts.append(f"{len(ids)} {reason} ({', '.join(ids[:3])}{more})")
     return "; ".join(counts)
-
-
-def is_json_lines(name: str) -> bool:
-    """Whether a file's name says that it is JSON Lines, compressed or not."""
-    return bare_suffix(Path(name)) in (*JSON_LINES, ".json")
 
 
 def _own_example(place: str, record: Record) -> Iterator[Example]:

@@ -103,7 +103,7 @@ class TextTask(Task):
             checkpoints=checkpoints,
         )
         # The loss of a model that knows nothing but how often each token comes: comparisons name runs that end above.
-        entropy = self.data.unigram_entropy("report")
+        entropy = self.data.index["partitions"]["report"]["unigram_entropy"]
         return {"report_loss": record["loss"], "report_perplexity": record["perplexity"], "unigram_entropy": entropy}
 
 

@@ -252,7 +252,7 @@ _GROUPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "finetuning": (asdict, lambda values: FinetuneSettings(**values)),
     "freeze": (FreezeConfig.to_dict, lambda values: FreezeConfig(**values)),
     "schedule": (schedule_to_dict, schedule_from_dict),
-    "mqar": (asdict, lambda values: MQARSettings(**values)),
+    "mqar": (lambda mqar: to_json(asdict(mqar)), lambda values: MQARSettings(**values)),
 }
 """Settings that are dataclasses, with the functions that write and read them."""
 

@@ -37,7 +37,7 @@ def test_an_open_folder_has_tokens_entropy_and_a_fingerprint_of_its_content(prep
     assert len(tokens) == data.num_tokens("train")
     assert (data.vocab_size, data.tokenizer_hash) == (data.tokenizer().vocab_size, data.tokenizer().fingerprint)
     share = np.unique(tokens, return_counts=True)[1] / len(tokens)
-    assert data.unigram_entropy("train") == pytest.approx(-(share * np.log(share)).sum())
+    assert data.index["partitions"]["train"]["unigram_entropy"] == pytest.approx(-(share * np.log(share)).sum())
     assert data.fingerprint == prepare(source, tmp_path / "again", **settings).fingerprint
     assert data.fingerprint != prepare(source, tmp_path / "other", **{**settings, "vocab_size": 310}).fingerprint
 

@@ -84,7 +84,7 @@ def test_losses_are_those_of_their_partitions_and_of_the_tokens_that_are_asked_f
     assert task.controller_loss(model, execution) == pytest.approx(loss("controller", 5), rel=1e-6)
     report = task.report(model, execution, folder=tmp_path, checkpoints={})
     assert report["report_loss"] == pytest.approx(loss("report"), rel=1e-6)
-    assert report["unigram_entropy"] == task.data.unigram_entropy("report")
+    assert report["unigram_entropy"] == task.data.index["partitions"]["report"]["unigram_entropy"]
     assert {path.name for path in tmp_path.iterdir()} == {EVALUATION, LOG_PROBS}
     some = TextTask(replace(settings, report_tokens=4 * LENGTH), length=LENGTH)
     report = some.report(model, execution, folder=tmp_path, checkpoints={})
