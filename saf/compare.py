@@ -102,6 +102,7 @@ def unlearnt_reason(result: Mapping[str, Any]) -> str | None:
 
 
 def _measure(result: Mapping[str, Any]) -> str:
+    """Name what a run is measured by; runs on questions and on recall have files of answers, runs of text none."""
     if "recall" in result:
         return "recall"
     return "accuracy" if "answers_sha256" in result else "perplexity"
@@ -149,7 +150,7 @@ def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     matched_in_time = len(parents) == 1 and None not in parents and limited
     facts = []
     for run in pair:
-        own = {"device": run.config.get("device")}
+        own = {"device": run.config.get("device")}  # another kind rounds otherwise, and has other speeds
         if not matched_in_time:
             own |= {name: run.finished_result().get(name) for name in ("updates", "tokens")}
         for name in ("partition", "length", "precision", "data_fingerprint"):
@@ -195,7 +196,8 @@ def _parent_difference(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
 
 
 def _checkpoint_hashes(run: RecordedRun) -> set[str | None]:
-    """Return the hashes of a run's checkpoints; those of removed ones come from its log."""
+    """Return the hashes of all checkpoints that a run has written."""
+    # clock.jsonl has those of removed ones, too: a run keeps its newest few.
     manifests = map(read_json, (run.folder / "checkpoints").glob("*/manifest.json"))
     branch = run.finished_result()["provenance"]["checkpoints"].get("branch")
     return {branch, *(record.get("hash") for record in (*manifests, *read_lines(run.folder / "clock.jsonl")))}
@@ -471,6 +473,7 @@ def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[ArmCo
         if ordinary is None or run.arm == "ordinary":
             continue
         try:
+            # Differences are listed, not refused: a page shows all the runs that it is given.
             record, reason = compare_runs(ordinary, run, allow_differences=True), None
         except SafError as error:
             record, reason = None, str(error)
@@ -485,7 +488,7 @@ def arm_names(runs: Sequence[RecordedRun]) -> list[str]:
         names = ["/".join(path[-depth:]) for path in parts]
         if len(set(names)) == len(names):
             return names
-    return [f"{path[-1]} {place}" for place, path in enumerate(parts, start=1)]
+    return [f"{path[-1]} {place}" for place, path in enumerate(parts, start=1)]  # one run twice
 
 
 def arm_colours(runs: Sequence[RecordedRun]) -> list[str]:
@@ -525,7 +528,7 @@ def _arm_cells(run: RecordedRun, comparison: ArmComparison | None) -> dict[str, 
     for clock in ("everything", "warm"):
         own = run.seconds(clock)
         whole[clock] = seconds(own)
-        if comparison and not unclear:
+        if comparison and not unclear:  # a run is as long as its updates
             whole[clock] += _change(comparison.ordinary.seconds(clock), own)
     return {
         "heads frozen": f"{edited} of {run.num_heads}{pruned}",

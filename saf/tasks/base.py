@@ -83,6 +83,7 @@ class Task(ABC):
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
         """Raise DataError before training if there are too few data to calibrate on, or for output-aware scores."""
+        # What is read is thrown away: at the event, halfway through training, it would be too late.
         if calibrates:
             self.calibration()
         if scores_outputs:
@@ -354,10 +355,10 @@ def write_answers(path: Path, tasks: Mapping[str, Sequence[Answer]]) -> str:
     return file_hash(write_lines(path, lines))
 
 
-def read_answers(path: Path, records: Mapping[str, Mapping[str, Any]], sha256: str | None) -> dict[str, TaskAnswers]:
+def read_answers(path: Path, records: Mapping[str, Mapping[str, Any]], sha256: str) -> dict[str, TaskAnswers]:
     """Read the answers to the tasks in `records`; raise InputError if the file's hash is another one."""
     check_file(path, sha256=sha256)
-    lines = read_lines(path)
+    lines = read_lines(path)  # of all tasks, a few MB
     return {
         name: TaskAnswers(record, [line for line in lines if line["task"] == name]) for name, record in records.items()
     }

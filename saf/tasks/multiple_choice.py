@@ -35,8 +35,8 @@ PATHS = ("test", "tokenizer")
 Record = dict[str, Any]
 LeftOut = defaultdict[str, list[str]]
 """The ids of examples that are not used, by reason."""
+# Random streams of the order of examples and of the calibration draw, apart from those of `saf.data.loader`.
 _ORDER, _CALIBRATION = 17, 18
-"""Random streams of the order of examples and of the calibration draw; `saf.data.loader` has others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +104,7 @@ class FinetuneTask(Task):
         if self.shared:
             message = f"{own.test}: {self.shared} of {len(self.test)} examples are in {settings.data} too"
             warnings.warn(message, SafWarning, stacklevel=3)
+        # Patterns are fitted for the longest of all, so that no example is refused once heads are frozen.
         self.length = max(each.longest for each in (*train, *self.test))
         self.fingerprint = self._hash()
 
@@ -163,7 +164,7 @@ class FinetuneTask(Task):
         Mappings with `input_ids`, `attention_mask` and, at the answers, `targets`, `[<= batch_size, longest of them]`.
         One sequence has all `length` tokens, since patterns reach no further than the longest.
         """
-        size, padding = self.settings.batch_size, self.tokenizer.eot_id
+        size, padding = self.settings.batch_size, self.tokenizer.eot_id  # any token would do as padding
         batches, rows = [], self._calibration_rows()
         for part in (rows[first : first + size] for first in range(0, len(rows), size)):
             inputs, targets = pad(part, padding=padding)
@@ -326,7 +327,7 @@ def _own_example(place: str, record: Record) -> Iterator[Example]:
     choices, answer = record["choices"], record["answer"]
     if not isinstance(choices, list):
         raise TypeError(f"choices must be a list, got {str(choices)[:40]}")
-    if type(answer) is not int:  # true is none
+    if type(answer) is not int:  # not isinstance: True would be choice 1
         answer = choices.index(answer) if answer in choices else -1
     name, question = place if record.get("id") is None else str(record["id"]), record.get("question") or ""
     yield Example(id=name, text=record["text"], question=question, choices=tuple(choices), answer=answer)
@@ -367,6 +368,7 @@ def _quality_examples(place: str, record: Record) -> Iterator[Example]:
             id=str(question.get("question_unique_id", f"{place}, question {index}")),
             text=article,
             question=f"\nQuestion: {question['question'].strip()}{listed}\nAnswer:",
+            # Letters are of one token each: long options would be less probable for their length alone.
             choices=tuple(f" {letter}" for letter in letters),
             answer=question["gold_label"] - 1,
         )

@@ -63,6 +63,7 @@ def read_questions(name: TaskName, folder: Path, *, limit: int | None = None) ->
             raise DataError(f"{path}, {place}: {problem}") from error
     if not rows:
         raise DataError(f"{path} holds no question")
+    # Of one file the plain sum, which anyone can check.
     return rows, {"path": str(path), "sha256": entries_hash(sums) if len(sums) > 1 else sums[path.name]}
 
 
@@ -83,7 +84,7 @@ def _hellaswag(record: Record) -> Record:
     first, last = record.get("ctx_a"), record.get("ctx_b")
     if first is None or last is None:  # some copies of the file have the whole context alone
         first, last = split_context(record["ctx"])
-    label = str(_label(record["label"], len(record["endings"])))
+    label = str(_label(record["label"], len(record["endings"])))  # text, as in the hub's column
     context = {"activity_label": record["activity_label"], "ctx_a": first, "ctx_b": last}
     return {**context, "endings": record["endings"], "label": label}
 
@@ -118,7 +119,7 @@ def _sst2(record: Record) -> Record:
 
 
 def _boolq(record: Record) -> Record:
-    if not isinstance(record["label"], bool):
+    if not isinstance(record["label"], bool):  # 0 and 1 would be of a converted file, in either meaning
         raise ValueError(f"label must be true or false, got {record['label']!r}")
     return {"question": record["question"], "passage": record["passage"], "label": int(record["label"])}
 
@@ -159,7 +160,7 @@ def zero_shot_record(
     """
     records = {name: record for name, (record, _) in tasks.items()}
     written = {**result_header("zero_shot", settings, **header), **facts, "tasks": records}
-    if out is not None:
+    if out is not None:  # the answers first: the record has their hash
         answers = {name: answers for name, (_, answers) in tasks.items()}
         written["answers_sha256"] = write_answers(out / ZERO_SHOT_FILES[1], answers)
         write_json(out / ZERO_SHOT_FILES[0], written)
@@ -170,7 +171,7 @@ def read_zero_shot(folder: Path | str) -> tuple[dict[str, Any], dict[str, TaskAn
     """Read an evaluation's record, and its answers by task; raise InputError for a file missing or damaged."""
     table, answers = (Path(folder) / name for name in ZERO_SHOT_FILES)
     record = read_result(table)
-    return record, read_answers(answers, record["tasks"], record.get("answers_sha256"))
+    return record, read_answers(answers, record["tasks"], record["answers_sha256"])
 
 
 def zero_shot_tables(record: Mapping[str, Any]) -> list[Table]:
