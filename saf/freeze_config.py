@@ -220,7 +220,7 @@ class FreezeConfig:
     @property
     def score_names(self) -> tuple[str | Score, ...]:
         """The score by which heads are chosen, and the one whose counts by layer are matched, if any."""
-        return tuple(dict.fromkeys(name for name in (self.score, self.match) if name is not None))
+        return (self.score,) if self.match is None else (self.score, self.match)
 
     @property
     def needs(self) -> frozenset[str]:
@@ -252,23 +252,22 @@ def head_order(scores: Mapping[str | Score, Tensor], config: FreezeConfig, layou
     layer of the model.
     """
     ranked = scores[config.score]
+    count = config.requested(ranked.numel())
     if config.heads is not None:
-        return Chooser(ranked, count=len(config.heads), only=config.heads)
+        return Chooser(ranked, count=count, only=config.heads)
     group_size = layout.num_heads // layout.num_kv_heads if config.whole_groups else 1
     limits: dict[str, Any] = {"only": config.only, "exclude": set(config.exclude), "group_size": group_size}
-    total: dict[str, Any] = {"rate": config.rate} if config.count is None else {"count": config.count}
     if config.uses_joint_cost:
         # Candidates, of which it takes some; messages name their number, so no more than there are.
-        num_live = int((~ranked.isnan()).sum())
-        total = {"count": min(CANDIDATES * config.requested(ranked.numel()), num_live)}
+        count = min(CANDIDATES * count, int((~ranked.isnan()).sum()))
     matched = config.match_heads
     if config.match is not None:
-        matched = select(scores[config.match], **total, **limits)
+        matched = select(scores[config.match], count=count, **limits)
     if config.below is not None:  # after `select`: this limit is of the ranking score, not of the one to match
         limits["exclude"] |= set(map(tuple, (ranked >= config.below).nonzero().tolist()))
     if matched is not None:
         return Chooser(ranked, match=matched, **limits)
-    return Chooser(ranked, **total, max_per_layer=config.max_per_layer, **limits)
+    return Chooser(ranked, count=count, max_per_layer=config.max_per_layer, **limits)
 
 
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_empty: bool = False) -> None:

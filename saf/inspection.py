@@ -1,8 +1,7 @@
 """`inspect` returns the contents of a folder written by `saf`, after checking every recorded sum."""
 
-from collections import Counter, defaultdict
-from collections.abc import Mapping, Set
-from dataclasses import asdict, replace
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,8 @@ from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
 from saf.freeze_report import cost_words, loss_of
 from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, read_pattern, storage_of
-from saf.heads import EDITED, Head, head_pairs
+from saf.heads import EDITED, HeadSet
 from saf.opening import folder_hash, weight_files
-from saf.patterns import Pattern
 from saf.records.files import read_json, read_metadata
 from saf.records.run import STATE_AFTER, Kind, RecordedRun, expect, read_events
 
@@ -138,39 +136,47 @@ def _frozen_heads(path: Path, state: Mapping[str, Any], tensors: Mapping[str, Te
 
     Raises CheckpointError when a head's pattern is missing or not finite.
     """
-    layers, by_layer = state["layers"], defaultdict[int, list[Pattern]](list)
-    pairs = {kind: [(n, head) for n, layer in enumerate(layers) for head in layer.get(kind, ())] for kind in EDITED}
-    for layer, head in pairs["frozen"]:
-        # Read for its checks as well: a pattern that is not finite would only show in the model's outputs.
-        try:
-            by_layer[layer].append(read_pattern(tensors, (layer, head), trainable=False))
-        except SafError as error:
-            raise CheckpointError(f"{path / TENSORS_FILE}: {error}") from error
+    layers = state["layers"]
+    pairs = {kind: [[n, head] for n, layer in enumerate(layers) for head in layer.get(kind, ())] for kind in EDITED}
     patterns = [
-        {
-            "layer": layer,
-            "kinds": dict(Counter(pattern.kind for pattern in own)),
-            "length": own[-1].length,
-            "bytes": sum(tensor.nbytes for pattern in own for tensor in pattern.state().values()),
-        }
-        for layer, own in by_layer.items()
+        _layer_patterns(path, tensors, number, heads)
+        for number, layer in enumerate(layers)
+        if (heads := layer.get("frozen"))
     ]
-    most, sizes = max((layer["num_heads"] for layer in layers), default=0), {}
+    most, storage = max((layer["num_heads"] for layer in layers), default=0), {}
     if patterns:
-        storage = storage_of(pairs["frozen"], length=patterns[-1]["length"], num_heads=most)
-        sizes = asdict(replace(storage, parameters=sum(layer["bytes"] for layer in patterns)))
+        bytes_of_files = sum(layer["bytes"] for layer in patterns)
+        report = storage_of(HeadSet(pairs["frozen"]), length=patterns[-1]["length"], num_heads=most)
+        # Without `allocated`: the tables of a backend exist in an open model alone.
+        storage = {name: size for name, size in vars(report).items() if size is not None} | {
+            "parameters": bytes_of_files
+        }
     return {
-        **{kind: [list(head) for head in heads] for kind, heads in pairs.items()},
+        **pairs,
         "num_heads": sum(layer["num_heads"] for layer in layers),
         "heads_per_layer": most,
         "patterns": patterns,
-        "storage": {name: size for name, size in sizes.items() if size is not None},
-        "costs": _costs(path, {*pairs["frozen"], *pairs["pruned"]}),
+        "storage": storage,
+        "costs": _costs(path, HeadSet(pairs["frozen"] + pairs["pruned"])),
     }
 
 
-def _costs(path: Path, edited: Set[Head]) -> list[dict[str, Any]]:
-    """Return what each event cost of which some heads are still edited, where the folder has a record of it.
+def _layer_patterns(path: Path, tensors: Mapping[str, Tensor], layer: int, heads: Sequence[int]) -> dict[str, Any]:
+    # Read for its checks as well: a pattern that is not finite would only show in the model's outputs.
+    try:
+        patterns = [read_pattern(tensors, (layer, head), trainable=False) for head in heads]
+    except SafError as error:
+        raise CheckpointError(f"{path / TENSORS_FILE}: {error}") from error
+    return {
+        "layer": layer,
+        "kinds": dict(Counter(pattern.kind for pattern in patterns)),
+        "length": patterns[-1].length,
+        "bytes": sum(tensor.nbytes for pattern in patterns for tensor in pattern.state().values()),
+    }
+
+
+def _costs(path: Path, edited: HeadSet) -> list[dict[str, Any]]:
+    """Return what each event cost that still has edited heads, where the folder has a record of it.
 
     `saf freeze` writes events.jsonl; the configuration of a model of transformers keeps less, and keeps it when saved
     again.
@@ -178,8 +184,8 @@ def _costs(path: Path, edited: Set[Head]) -> list[dict[str, Any]]:
     kept = (_config_of(path).get("saf") or {}).get("events", [])
     costs = []
     for event in [each.values for each in read_events(path)] or kept:
-        # Undone events cost nothing any more.
-        if (loss := loss_of(event)) is None or edited.isdisjoint(head_pairs(event["heads"])):
+        # Events whose heads are all live again cost nothing any more.
+        if (loss := loss_of(event)) is None or not len(edited & HeadSet(event["heads"])):
             continue
         costs.append(
             {"kind": STATE_AFTER.get(event["kind"], event["kind"]), "num_heads": len(event["heads"])}

@@ -31,7 +31,7 @@ class Command:
 
     def run(self) -> dict[str, Any]:
         contents = inspect(self.path)
-        title = f"{contents['kind']} {contents['path']}" + ", all sums verified" * contents["verified"]
+        title = f"{contents['kind']} {contents['path']}" + (", all sums verified" if contents["verified"] else "")
         show(contents, Table.facts(title, _facts(contents)), *_tables(contents), as_json=self.json)
         if damaged := [entry["problem"] for entry in contents.get("checkpoints", []) if entry["problem"]]:
             raise CheckpointError("; ".join(damaged))
