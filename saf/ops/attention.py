@@ -1,11 +1,11 @@
 """Attention of a layer with live and frozen heads, and the one place that decides how a call is computed.
 
 `mixed_attention` returns all heads, `attention_parts` live and frozen ones in a tensor each, `attention_products` their
-product with the output projection, `frozen_attention` the frozen heads alone. `_compute` decides: one launch for all
-heads, where queries or tokens are few or a backend mixes live heads too; otherwise live heads by SDPA and frozen heads
-by their backend. The gradients are listed in saf/ops/__init__.py.
+product with the output projection, `frozen_attention` the frozen heads alone. Each checks its call and hands it to
+`_compute`, which decides. Few queries or few tokens take one launch for all heads, as does a backend that mixes live
+heads too. Otherwise SDPA computes live heads, and frozen heads go to their backend.
 
-`live_kv` and `frozen_kv` are the value head that each live and each frozen slot reads.
+`live_kv` and `frozen_kv` name the value head that each live and each frozen slot reads.
 """
 
 from collections.abc import Sequence
@@ -25,13 +25,12 @@ from saf.ops.live import FLASH_DECODE, check_kernel, live_attention
 from saf.ops.operator import has_tangent
 from saf.ops.positions import CachePosition, check_left_pad, unpadded
 
+# Largest B x T x H * D at which training joins live and frozen heads before the output product. Up to it the host is
+# slower than the device (docs/log.md, "Few tokens"): one product and a copy are launched faster than two products.
 JOINED = 8192 * 768
-"""Size B x T x H * D up to which training joins live and frozen heads before the output product.
-
-One product and a copy then cost less than two products, whose launches outweigh their work (docs/log.md).
-"""
+# Queries may be the last rows of a longer sequence. Where they are more than one row in so many, the whole product is
+# computed and cut; fewer rows take a row of weights each.
 WHOLE_SHARE = 4
-"""The whole product is computed and cut where more than one row in so many is needed; fewer make rows of weights."""
 
 
 class Call(NamedTuple):
@@ -51,6 +50,7 @@ class Call(NamedTuple):
     @property
     def whole(self) -> bool:
         """Return whether there is a query for every position."""
+        # `visible` marks a cache of fixed size, which has empty positions even where the counts agree.
         return self.position.visible is None and self.position.count == self.value.shape[-2]
 
     @property
@@ -91,8 +91,11 @@ def mixed_attention(
         UnsupportedError: Backend `fused` with padding, a shorter query or a kernel; a kernel that cannot run here; a
             cache of fixed size with patterns that are trained.
     """
-    options = {"scale": scale, "left_pad": left_pad, "cache_position": cache_position, "kernel": kernel, "state": state}
-    return join_heads(*_compute(_check_call(query, key, value, frozen, backend, **options)))
+    call = _check_call(
+        query, key, value, frozen, backend,
+        scale=scale, left_pad=left_pad, cache_position=cache_position, kernel=kernel, state=state,
+    )  # fmt: skip
+    return join_heads(*_compute(call))
 
 
 def attention_parts(
@@ -120,6 +123,7 @@ def attention_products(
     widths = [part.shape[1] * part.shape[-1] for part in parts]
     if projection.ndim != 2 or projection.shape[1] != sum(widths):
         raise InputError(f"projection must be [C, {sum(widths)}], columns slot by slot; got {list(projection.shape)}")
+    # Without gradients few tokens are one part already (`_one_launch`), and more of them gain nothing by a copy.
     if torch.is_grad_enabled() and sum(part.numel() for part in parts) <= JOINED:
         parts, widths = (join_heads(*parts),), [sum(widths)]
     # Cast once: autocast would cast the columns of each part by themselves.
@@ -154,8 +158,8 @@ def frozen_attention(
 def live_heads(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...], **options: Any) -> Tensor:
     """Return `live_attention` of live slots, `[B, L, Tq, D]`: `key [B, K, T, D]` of the value heads that they read.
 
-    SDPA takes groups of one size, in ascending order. Others take a key for each query where sequences are whole; of
-    fewer rows some queries are computed twice instead, and no keys are copied. `options` are those of `live_attention`.
+    SDPA takes groups of one size, in ascending order. Other groups take a key for each query where sequences are whole.
+    With fewer rows some queries are computed twice instead. `options` are those of `live_attention`.
     """
     used = tuple(sorted(set(live_kv)))
     if live_kv == tuple(sorted(used * (len(live_kv) // max(1, len(used))))):
@@ -163,11 +167,14 @@ def live_heads(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ..
     if query.shape[-2] == key.shape[-2]:
         key = take_heads(key, tuple(map(used.index, live_kv)))
         return live_attention(query, key, take_heads(value, live_kv), **options)
+    # After a cache keys are many and queries few: every group is filled up to the size of the largest by repeating its
+    # last query, and no key is copied.
     groups = [[slot for slot, head in enumerate(live_kv) if head == kv] for kv in used]
     size = max(map(len, groups))
-    repeated = tuple(slot for group in groups for slot in group + group[-1:] * (size - len(group)))
-    output = live_attention(take_heads(query, repeated), key, take_heads(value, used), **options)
-    return take_heads(output, tuple(map(repeated.index, range(len(live_kv)))))
+    filled = [group + group[-1:] * (size - len(group)) for group in groups]
+    order = tuple(slot for group in filled for slot in group)
+    output = live_attention(take_heads(query, order), key, take_heads(value, used), **options)
+    return take_heads(output, tuple(map(order.index, range(len(live_kv)))))
 
 
 # --- the decision
@@ -177,12 +184,16 @@ def _compute(call: Call) -> tuple[Tensor, ...]:
     """Return all heads in one part, or live and frozen ones in two, `[B, n, Tq, D]`, in slot order."""
     frozen = call.frozen
     parts = [] if frozen is None else frozen.parts(call.value.dtype)
+    # 1. Few queries after a cache. With two launches a decoding step at 4K was 0.90x of an ordinary one (docs/log.md).
     if call.state is None and (heads := _flash_decode(call, parts)) is not None:
         return (heads,)
+    # 2. No frozen head: ordinary attention, bit for bit.
     if frozen is None:
         return (_live(call, call.value, call.live_kv),)
+    # 3. The backend `fused`, or few tokens of another one.
     if call.live_kv and parts and (heads := _one_launch(call, frozen, parts[0])) is not None:
         return (heads,)
+    # 4. Live heads by SDPA, frozen heads by their backends.
     live_value, live_kv, frozen_value, frozen_kv = _split_values(call)
     frozen_heads = _frozen(call, frozen, parts, frozen_value, frozen_kv)
     if not live_kv:
@@ -204,10 +215,11 @@ def _flash_decode(call: Call, parts: Sequence[FrozenPart]) -> Tensor | None:
         return None
     tables = None
     if call.frozen is not None:
-        # Maps of live slots are in the tables of any backend that has them; frozen slots need one backend for all.
-        tables = ([part.tables for part in parts if "kv_readers" in part.tables] or [{}])[0]
-        if call.frozen_kv and (len(parts) > 1 or call.frozen.trainable):
-            tables = {}
+        mapped = [part.tables for part in parts if "kv_readers" in part.tables]
+        # Any backend's maps do for live slots alone. Frozen slots are summed from one set of tables, so that all of
+        # them need one backend, and none may be trained.
+        one_backend = len(parts) == 1 and not call.frozen.trainable
+        tables = mapped[0] if mapped and (one_backend or not call.frozen_kv) else {}
     operands = call.query, call.key, call.value
     if reason := unsupported_reason(*operands, call.live_kv, tables):
         if named:
@@ -221,12 +233,13 @@ def _one_launch(call: Call, frozen: FrozenHeads, part: FrozenPart) -> Tensor | N
     value, mixes_live = call.value, part.backend.mixes_live
     if not mixes_live:
         device = value.device.type
+        # SDPA would compute in autocast's dtype, this launch in that of the values: few tokens must not change it.
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) != value.dtype
         one_backend = len(part.slots) == frozen.num_frozen
         if not (call.plain and one_backend) or torch.is_grad_enabled() or autocast:
             return None
     query, key = call.query.to(value.dtype), call.key.to(value.dtype)  # as autocast does: they may be wider
-    # The launch's maps end with the last value head that is read.
+    # Pruned heads may leave value heads behind that no slot reads; the launch's maps end with the last one read.
     count = max(call.live_kv + call.frozen_kv) + 1
     value = value if count == value.shape[1] else value[:, :count]
     if mixes_live:
@@ -249,8 +262,10 @@ def _split_values(call: Call) -> tuple[Tensor, tuple[int, ...], Tensor, tuple[in
 
 
 def _live(call: Call, value: Tensor, live_kv: tuple[int, ...]) -> Tensor:
-    padding = {"left_pad": call.position.left_pad, "visible": call.position.visible}
-    return live_heads(call.query, call.key, value, live_kv, scale=call.scale, kernel=call.kernel, **padding)
+    return live_heads(
+        call.query, call.key, value, live_kv,
+        scale=call.scale, kernel=call.kernel, left_pad=call.position.left_pad, visible=call.position.visible,
+    )  # fmt: skip
 
 
 def _frozen(
@@ -258,16 +273,11 @@ def _frozen(
 ) -> Tensor:
     """Return frozen heads, `[B, F, Tq, D]`, of `value`: those of each backend, then the trainable ones.
 
-    Fixed patterns take the whole product, which is then cut, or where queries are few single rows of weights: plain
-    PyTorch, which autograd differentiates.
+    Fixed patterns take the whole product, which is then cut, or a row of weights for each of few queries
+    (`Backend.rows`).
     """
     position, backend, results = call.position, BACKENDS[frozen.backend], []
-    if call.whole or position.visible is not None or call.state is not None:
-        takes_product = call.whole
-    elif frozen.trainable or backend.mixes_live:  # neither computes single rows
-        takes_product = True
-    else:  # with padding a whole product would move its values first
-        takes_product = position.left_pad is None and position.count * WHOLE_SHARE > value.shape[-2]
+    takes_product = _takes_product(call, frozen, value.shape[-2])
 
     def last_rows(x: Tensor) -> Tensor:
         return x if call.whole else x[:, :, x.shape[2] - position.count :]
@@ -276,7 +286,9 @@ def _frozen(
         heads = tuple(frozen_kv[slot] for slot in part.slots)
         if call.state is not None and part.backend is BACKENDS["linear"]:
             assert frozen.kv_head is not None
-            layer_kv = frozen.kv_head[-frozen.num_frozen :]  # the state has every value head of the new rows
+            # `frozen_kv` is -1 here: no cache holds what these slots read. The state has the new rows of every value
+            # head, in the layer's own order.
+            layer_kv = frozen.kv_head[-frozen.num_frozen :]
             heads = tuple(layer_kv[slot] for slot in part.slots)
             result = call.state.mix(heads, part.tables, position, call.whole)
         elif takes_product:
@@ -289,6 +301,19 @@ def _frozen(
         result = unpadded(lambda x: backend.forward_trainable(x, *frozen.logits()), x, position.left_pad)
         results.append((frozen.trainable, last_rows(result)))
     return merge_slots(results)
+
+
+def _takes_product(call: Call, frozen: FrozenHeads, length: int) -> bool:
+    """Return whether frozen heads of values `[B, ., length, D]` take the whole product, which is then cut."""
+    position = call.position
+    if call.whole:
+        return True
+    if position.visible is not None or call.state is not None:
+        return False  # a cache of fixed size is not full, and a state stands for values that are gone
+    if frozen.trainable or BACKENDS[frozen.backend].mixes_live:
+        return True  # neither computes single rows
+    # With padding a whole product would move its values first.
+    return position.left_pad is None and position.count * WHOLE_SHARE > length
 
 
 # --- checks
@@ -309,7 +334,8 @@ def _check_call(
         if not heads or not count or count % heads:
             raise InputError(f"query heads must be a multiple of value's {heads}, at least one; got {count}")
         live_kv, frozen_kv = tuple(slot // (count // heads) for slot in range(count)), ()
-    key = key if live_kv else value[:, :0]  # no live head reads a key: any will do
+    if not live_kv:
+        key = value[:, :0]  # nothing reads a key: callers may pass any, or one of no heads
     _check_shapes(query, key, value, live_kv)
     check_kernel(kernel)
     position = _position(value, query.shape[-2], left_pad, cache_position)
@@ -324,7 +350,7 @@ def _check_call(
 
 def _check_shapes(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...]) -> None:
     """Raise InputError unless query `[B, L, Tq, D]`, key `[B, K, T, D]` and value fit together and the live slots."""
-    q, k, v = query.shape, key.shape, value.shape  # read once: each costs the host
+    q, k, v = query.shape, key.shape, value.shape  # read once: every call passes here, and each access costs the host
     if not len(q) == len(k) == len(v) == 4:
         problem = "must be [batch, heads, positions, head_dim]"
     elif not q[0] == k[0] == v[0] or not q[3] == k[3] == v[3]:
@@ -373,13 +399,15 @@ def _value_heads(
     if cache_position is not None and state is None and (frozen.trainable or executed.mixes_live):
         why = "patterns that are trained" if frozen.trainable else f"backend {frozen.backend!r}"
         raise UnsupportedError(f"{why} cannot go on from a cache of fixed size; use one that grows")
-    if kv_head is None:  # one to one
+    if kv_head is None:
+        # Slots and value heads correspond one to one, in order.
         if state is not None:
             raise InputError("frozen heads with a recurrent state need kv_head; pass it to FrozenHeads.from_patterns")
         kv_head = tuple(range(value.shape[1]))
     if state is not None or cache_position is not None:
         order = cached_order(kv_head, num_frozen, () if state is None else frozen.linear)
         kv_head = tuple(order.index(head) if head in order else -1 for head in kv_head)
+    # num_frozen is at least 1, as FrozenHeads has at least one pattern: with 0 the slices would be exchanged.
     live_kv, frozen_kv = kv_head[:-num_frozen], kv_head[-num_frozen:]
     if len(kv_head) < num_frozen or max(kv_head) >= value.shape[1]:
         raise InputError(f"frozen slots read value heads {frozen_kv}; value has {value.shape[1]}")

@@ -76,17 +76,19 @@ class Backend(ABC):
 
 # --- rows of P V in plain PyTorch, which autograd differentiates
 
+# Most rows of a pattern and most weights of all heads in memory at once, 256 MiB in float32. Chosen, not measured.
 MOST_ROWS, MOST_WEIGHTS = 128, 1 << 26
-"""Most rows of a pattern and most weights of all heads in memory at once: 256 MiB in float32; chosen, not measured."""
 
 
 def _dense_weights(tables: Tables, query: Tensor, key: Tensor, _: Tensor) -> Tensor:
+    """Return stored weights `[F, B or 1, count, T]`."""
     return tables["weights"][:, query[:, :, None], key[:, None, :]]
 
 
 def _compact_weights(tables: Tables, query: Tensor, key: Tensor, lag: Tensor) -> Tensor:
     """Return `exp(rho(i - j)) exp(alpha(j)) / Z(i)` (Eq. 3)."""
     key_scale, row_scale = tables["key_scale"], tables["row_scale"]
+    # In the scalings' dtype, float32 at least: three factors in 16 bits would be rounded three times.
     by_distance = tables["distance"][:, lag].to(row_scale.dtype)[:, None]
     return by_distance * key_scale[:, key][:, :, None] * row_scale[:, query][..., None]
 
@@ -100,11 +102,14 @@ def _row_product(
     `weights_of(query, key, lag)` returns weights `[F, B or 1, count, T]` at positions of `CachePosition.in_pattern`.
     """
     parts, most = [], MOST_ROWS
-    if not torch.compiler.is_compiling():  # a compiler may leave lengths open
-        row = len(heads) * value.shape[-2] * (1 if position.left_pad is None else max(1, len(value)))
-        most = max(1, min(most, MOST_WEIGHTS // row))
+    if not torch.compiler.is_compiling():  # a compiler may leave lengths open, and a bound on them would be a guard
+        # Padded sequences begin at positions of their own, so that each has weights of its own.
+        sequences = 1 if position.left_pad is None else max(1, len(value))
+        weights_of_row = len(heads) * value.shape[-2] * sequences
+        most = max(1, min(most, MOST_WEIGHTS // weights_of_row))
     for block in position.blocks(most):
         query, key, lag, seen = block.in_pattern(value.shape[-2], value.device)
+        # `masked_fill`, not a product with the mask: weights of positions that no query sees may be infinite.
         weights = weights_of(query, key, lag).transpose(0, 1).masked_fill(~seen[:, None], 0).to(value.dtype)
         parts.append(_weighted_sum(weights, value, heads))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
@@ -139,9 +144,12 @@ class Reference(Backend):
         self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,
         kv_head: ValueHeads = None,
     ) -> dict[torch.dtype, Tables]:  # fmt: skip
-        exact, slots = [_weights(one) for one in patterns], {"stored": tuple(range(len(patterns))), "convolved": ()}
-        stacked = {dtype: torch.stack([p.to(device=device, dtype=dtype) for p in exact]) for dtype in dtypes}
-        return {dtype: {"weights": weights, **slots} for dtype, weights in stacked.items()}
+        exact = [_weights(one) for one in patterns]
+        prepared: dict[torch.dtype, Tables] = {}
+        for dtype in dtypes:
+            weights = torch.stack([one.to(device=device, dtype=dtype) for one in exact])
+            prepared[dtype] = {"weights": weights, "stored": tuple(range(len(patterns))), "convolved": ()}
+        return prepared
 
     def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         return unpadded(lambda x: dense_product(tables["weights"], x), take_heads(value, heads), left_pad)
@@ -152,7 +160,7 @@ class Reference(Backend):
         position = torch.arange(length, device=value.device)
         lag = position[:, None] - position
         scores = alpha.double()[:, None, :length] + rho.double()[:, lag.clamp(min=0)]
-        weights = scores.masked_fill(lag < 0, -torch.inf).softmax(-1)
+        weights = scores.masked_fill(lag < 0, -torch.inf).softmax(-1)  # Eq. (3): Z is the sum of the row
         wide = torch.promote_types(value.dtype, torch.float32)
         return (weights.to(wide) @ value.to(wide)).to(value.dtype)
 
@@ -162,4 +170,5 @@ def _weights(pattern: Pattern) -> Tensor:
     compact = pattern.compact()
     if compact is None:
         return pattern.dense()
+    # A fit in float32 carries a rounded log Z; the oracle's rows sum to one in float64.
     return CompactPattern.from_parameters(compact.alpha.double(), compact.rho.double()).dense()

@@ -15,6 +15,7 @@ def take_heads(x: Tensor, heads: tuple[int, ...]) -> Tensor:
     first, last = heads[0], heads[-1]
     if heads == tuple(range(first, last + 1)):
         return x if len(heads) == x.shape[1] else x[:, first : last + 1]
+    # Not `x[:, list(heads)]`: that would send an index tensor to the device in every call.
     single = x.unbind(1)
     return torch.stack([single[head] for head in heads], dim=1)
 
@@ -25,7 +26,7 @@ def unit_stride(x: Tensor) -> Tensor:
 
 
 def flat_heads(heads: Tensor) -> Tensor:
-    """Return `[B, H, T, D]` as `[B, T, H * D]`: nothing to copy for heads stored as `[B, T, H, D]`."""
+    """Return `[B, H, T, D]` as `[B, T, H * D]`, without a copy of heads that are stored as `[B, T, H, D]`."""
     return heads.transpose(1, 2).flatten(2)
 
 
@@ -57,7 +58,9 @@ def merge_slots(parts: Iterable[tuple[tuple[int, ...], Tensor]]) -> Tensor:
     parts = list(parts)
     if len(parts) == 1:
         return parts[0][1]
-    by_slot = {slot: one for slots, part in parts for slot, one in zip(slots, part.unbind(1), strict=True)}
+    by_slot: dict[int, Tensor] = {}
+    for slots, part in parts:
+        by_slot.update(zip(slots, part.unbind(1), strict=True))
     return torch.stack([by_slot[slot] for slot in sorted(by_slot)], dim=2).transpose(1, 2)
 
 
@@ -68,10 +71,12 @@ def join_heads(*parts: Tensor) -> Tensor:
     """
     if len(parts) == 1:
         return parts[0]
+    # Without gradients no custom function: compilers then see a plain concatenation.
     return _Join.apply(*parts) if torch.is_grad_enabled() else _joined(*parts)
 
 
 def _joined(live: Tensor, frozen: Tensor) -> Tensor:
+    # Joined as [B, T, H, D], so that `flat_heads` copies nothing before the output projection.
     return torch.cat([live.transpose(1, 2), frozen.transpose(1, 2)], dim=2).transpose(1, 2)
 
 

@@ -18,12 +18,13 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+# Bytes: what Triton compiles aligned addresses for, and the widest load of a thread.
 ALIGNMENT = 16
-"""Bytes: what Triton compiles aligned addresses for, and the widest load of a thread."""
+# Compiled kernels in the cache; more than this means lengths that change again and again.
 MOST = 4096
-"""Compiled kernels in the cache; more than this means lengths that change again and again."""
+# Bytes of shared memory that a program may have on compute capability 9.0, which is compiled for without a GPU.
 SHARED_MEMORY = 227 << 10
-"""Bytes of shared memory that a program may have on compute capability 9.0, which is compiled for without a GPU."""
+# The compiled kernel and the constants that it takes last, by kernel, device, constants and `_specialization`.
 _compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
 
 
@@ -33,19 +34,22 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
     Triton inspects every argument of every call to find the compiled kernel. This caches compiled kernels by the
     properties that Triton may inspect, and launches them directly; the interpreter compiles none.
     """
+    # With few tokens the host sets the pace: a called layer with frozen heads took it 140 us more than an ordinary one
+    # (docs/log.md, "Few sequences"). So nothing here may cost more than a few look-ups.
     elsewhere = device.type == "cuda" and device.index != torch.cuda.current_device()
     with torch.cuda.device(device) if elsewhere else nullcontext():
         kinds = map(_specialization, args, _varying(kernel, len(args)))
+        # A name missing here would be a wrong kernel without any error: test_launch.py has all that Triton looks at.
         key = (kernel, device, *kinds, *constants, *constants.values())
         known = _compiled.get(key)
         if known is not None:
             compiled, rest = known
-            # Addresses in place of tensors: for each tensor Triton would ask the driver what kind of memory it is.
+            # Addresses in place of tensors: for each tensor Triton would ask the driver what kind of memory it has.
             direct = [each.data_ptr() if isinstance(each, Tensor) else each for each in args]
             compiled[(*grid, 1, 1)[:3]](*direct, *rest)
             return
         compiled = kernel[grid](*args, **constants)
-        if compiled is not None:
+        if compiled is not None:  # None from the interpreter
             if len(_compiled) >= MOST:
                 _compiled.clear()
             _compiled[key] = compiled, [constants[name] for name in kernel.arg_names[len(args) :]]
@@ -60,7 +64,9 @@ def _varying(kernel: Any, count: int) -> tuple[bool, ...]:
 
 def _specialization(argument: Any, varies: bool) -> Any:
     """Return what a kernel may be compiled for: dtype and alignment of memory, blocks of a descriptor, any number."""
-    if type(argument) is int:  # most of them
+    if type(argument) is int:  # most of them; not isinstance, since Triton takes bools for another type
+        # Of a number that varies Triton compiles the width alone, 32 or 64 bits. Of others it may compile the value: 1
+        # is a constant, and multiples of 16 allow wide loads.
         return -(1 << 31) <= argument < 1 << 31 if varies else argument
     if isinstance(argument, Tensor):
         return argument.dtype, argument.data_ptr() % ALIGNMENT == 0

@@ -20,8 +20,8 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+# The launch of saf/ops/flash_decode, for few queries after a cache; longer passes take PyTorch's kernels.
 FLASH_DECODE = "flash_decode"
-"""The launch of saf/ops/flash_decode, for few queries after a cache; longer passes take PyTorch's kernels."""
 
 
 def live_attention(
@@ -37,6 +37,8 @@ def live_attention(
     kernel computes: patterns are materialised, in float32 at least. Raises InputError for an unknown kernel,
     UnsupportedError for one that cannot run here or has no soft cap.
     """
+    # No mask where sequences are whole or one query sees every key: cuDNN and flash attention skip the upper triangle
+    # for `is_causal`, and PyTorch's flash kernel takes no mask at all.
     heads, rows, columns = query.shape[1], query.shape[-2], key.shape[-2]
     mask, causal = visible, False
     windowed = window is not None and columns > window
@@ -47,12 +49,13 @@ def live_attention(
     elif rows > 1:  # not `causal = rows > 1`: with lengths left open by the compiler that is no bool
         causal = True
     if soft_cap is not None:
-        assert mask is not None
+        assert mask is not None  # the branch above made one
         output = _capped_attention(query, key, value, mask, scale, soft_cap, kernel)
         return _zero_padding(output, left_pad, columns)
     grouped = heads != key.shape[1]
     if grouped and rows == 1:
-        # A group's queries become rows of one head, so that every kernel reads its keys once and none copies them.
+        # A group's queries become rows of one head, so that every kernel reads its keys once and none copies them:
+        # `enable_gqa` repeats keys in PyTorch's math kernel.
         grouped, group = False, heads // key.shape[1]
         query = query.reshape(query.shape[0], key.shape[1], group, query.shape[-1])
         mask = None if mask is None else mask.expand(*mask.shape[:-2], group, columns).contiguous()
@@ -80,8 +83,8 @@ def _capped_attention(
     check_kernel(kernel)
     if kernel not in ("auto", "math"):
         raise UnsupportedError(f"attention kernel {kernel!r} has no soft cap; use 'auto'")
-    group = query.shape[1] // key.shape[1]
-    key, value = (each.repeat_interleave(group, 1) if group > 1 else each for each in (key, value))
+    if (group := query.shape[1] // key.shape[1]) > 1:
+        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     logits = capped(query @ key.mT * score_scale(scale, query.shape[-1]), soft_cap)
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).to(value.dtype) @ value
@@ -111,7 +114,7 @@ def pinned(kernel: str, device: torch.device):
     name, UnsupportedError for a kernel that needs CUDA elsewhere.
     """
     check_kernel(kernel)
-    if kernel in ("auto", FLASH_DECODE):
+    if kernel in ("auto", FLASH_DECODE):  # what does not take the flash-decoding launch is PyTorch's choice
         return nullcontext()
     if kernel in ("cudnn", "efficient") and device.type != "cuda":
         raise UnsupportedError(f"attention kernel {kernel!r} needs a CUDA device, got {device.type}; use 'auto'")

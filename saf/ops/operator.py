@@ -33,6 +33,8 @@ def product_precision(dtype: torch.dtype) -> str:
     """
     if dtype != torch.float32:
         return "ieee"
+    # Kernels follow PyTorch's switches, so that a frozen head is no less exact than the projections around it. "none"
+    # means that nobody has set the switch of products.
     own = torch.backends.cuda.matmul.fp32_precision
     general = torch.backends.fp32_precision  # type: ignore[attr-defined]
     return "tf32" if "tf32" in (own, general if own == "none" else own) else "ieee"
@@ -49,10 +51,11 @@ def operator(
     only arguments that it `mutates`, and returns none of its arguments.
     """
 
-    # As `torch.library.custom_op`, without its checks in every call: they take the host longer than all the rest of an
+    # As `torch.library.custom_op`, without its checks in every call: those take the host longer than all the rest of an
     # operator of one launch.
     def register(function: Callable) -> Any:
         torch.library.define(f"saf::{name}", torch.library.infer_schema(function, mutates_args=mutates))
+        # "default" stands for every device: the function itself chooses between Triton and PyTorch by its operands.
         torch.library.impl(f"saf::{name}", "default", function)
         torch.library.register_fake(f"saf::{name}", fake)
         if gradient is not None:
@@ -64,13 +67,16 @@ def operator(
 
 def forbid_second_derivative() -> None:
     """Raise UnsupportedError in a backward pass that is recorded to be differentiated (`create_graph=True`)."""
+    # PyTorch records a backward pass, with gradients enabled, only under create_graph=True. The operators called there
+    # have no gradient of their own: the second derivative would lack their part.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UnsupportedError("this gradient cannot be differentiated again; leave create_graph out")
 
 
 def has_tangent(*tensors: Tensor) -> bool:
     """Return whether a tensor has a tangent (`torch.func.jvp`): registered operators would drop it silently."""
-    if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # no level is open: nothing has a tangent
+    # Asking each tensor costs the host, so first whether any level of forward mode is open: -1 means none.
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
         return False
     return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 

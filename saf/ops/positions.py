@@ -12,8 +12,8 @@ from torch import Tensor
 
 from saf.errors import InputError
 
+# Dtypes of positions: differences of unsigned ones would wrap around.
 _SIGNED_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
-"""Dtypes of positions: differences of unsigned ones would wrap around."""
 
 
 def check_left_pad(left_pad: Tensor, batch: int, length: int) -> None:
@@ -22,7 +22,7 @@ def check_left_pad(left_pad: Tensor, batch: int, length: int) -> None:
         got = f"{left_pad.dtype} {list(left_pad.shape)}"
         raise InputError(f"left padding must be integers [{batch}], one a row; got {got}")
     if torch.compiler.is_compiling() or left_pad.device.type != "cpu":
-        return
+        return  # looking at its values would wait for the device, in every layer
     if ((left_pad < 0) | (left_pad >= length)).any():
         raise InputError(f"left padding must be positions 0 to {length - 1}; got {left_pad.tolist()}")
 
@@ -40,6 +40,7 @@ def left_padding(attention_mask: Tensor, *, wait: bool = True, allow_empty: bool
     chunk: their last token counts as real. In compiled code, and where the host may not `wait` for the device, the
     device raises a RuntimeError instead, and positions are returned even without padding.
     """
+    # A row is usable if its real tokens are as many consecutive ones from the first on.
     first = first_real(attention_mask)
     real = attention_mask.bool()
     position = torch.arange(real.shape[1], device=real.device)
@@ -62,6 +63,8 @@ def first_real(attention_mask: Tensor) -> Tensor:
 
 def unpadded(compute: Callable[[Tensor], Tensor], value: Tensor, left_pad: Tensor | None) -> Tensor:
     """Move sequences `[B, F, T, D]` that begin at `left_pad` to position 0, compute, and move the result back."""
+    # A pattern's alpha counts from a sequence's first real token, and one product serves the whole batch: so values
+    # move, not patterns. Zeros behind a moved sequence are later positions, which no earlier one sees.
     if left_pad is None:
         return compute(value)
     return _shift_rows(compute(_shift_rows(value, left_pad)), -left_pad)
@@ -70,6 +73,7 @@ def unpadded(compute: Callable[[Tensor], Tensor], value: Tensor, left_pad: Tenso
 def _shift_rows(x: Tensor, by: Tensor) -> Tensor:
     """Move row b of `x [B, F, T, D]` left by `by[b]` positions (right when negative), filling with zeros."""
     length = x.shape[-2]
+    # A gather of all rows at once: slices by row would need the positions on the host.
     source = torch.arange(length, device=x.device) + by[:, None]
     inside = (source >= 0) & (source < length)
     index = source.clamp(0, length - 1)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1])
@@ -92,6 +96,7 @@ def visible_keys(
         visible = visible & (key > query - window)
     if left_pad is not None:
         left_pad = left_pad.to(device)
+        # A row of weights without any key would be 0/0, and NaN spreads from padding into gradients.
         visible = visible & ((key >= left_pad[:, None, None, None]) | (key == query))
     return visible
 
