@@ -23,13 +23,14 @@ from saf.ops.operator import has_triton, operator, uses_triton
 from saf.ops.positions import unpadded
 from saf.patterns import CompactPattern, Pattern
 
+# Positions of a block in PyTorch: on a CPU, whose cache holds a tile of float64; on a GPU, which needs large products
+# even when a layer has few frozen heads. The GPU's size is chosen, not measured against others.
 BLOCK, GPU_BLOCK = 128, 512
-"""Positions of a block in PyTorch: on a CPU, whose cache holds a tile of float64; on a GPU, which needs large products
-even when a layer has few frozen heads. The GPU's size is chosen, not measured against others."""
+# Rows and columns of the kernels' Toeplitz tiles: 99 us forward and transposed for 3 heads of 8 x 4,096, where shifted
+# copies of exp(rho) took 195 (docs/log.md).
 TILE = 128
-"""Rows and columns of the kernels' Toeplitz tiles."""
+# Zeros in front of g, and the multiple its length is rounded up to: two tiles, the most that one program computes.
 PAD = 256
-"""Zeros in front of g, and the multiple its length is rounded up to: two tiles, the most that one program computes."""
 
 # --- the product in plain PyTorch
 
@@ -46,14 +47,17 @@ def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) 
     count = -(-length // block)
     width, beyond = batch * dim, count * block - length
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    # Rounded to the values' dtype and back, as the kernels' operands are.
     u = (x.to(wide) * before[:, :length, None].to(wide)).to(x.dtype).to(wide)
     u = pad(u, (0, 0, 0, beyond)).view(batch, heads, count, block, dim)
-    u = u.permute(1, 3, 2, 0, 4).reshape(heads, block, -1)  # [F, C, n * B * D]
+    # [F, C, n * B * D]: columns of consecutive blocks are consecutive, so that all pairs d apart are two slices.
+    u = u.permute(1, 3, 2, 0, 4).reshape(heads, block, -1)
     g = pad(distance[:, :length].to(wide), (block - 1, beyond))  # g(d) at C - 1 + d, zeros before
     position = torch.arange(block, device=x.device)
     at = position[:, None] - position + block - 1  # [C, C]
     y = torch.zeros_like(u)
     for offset in range(count):
+        # The blocks `offset` and more from the start take the inputs of those `offset` before them.
         y[:, :, offset * width :].baddbmm_(g[:, at + offset * block], u[:, :, : (count - offset) * width])
     y = y.view(heads, block, count, batch, dim).permute(3, 2, 1, 0, 4)
     y = y.reshape(batch, count * block, heads, dim)[:, :length]
@@ -64,9 +68,10 @@ def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) 
 
 def reversed_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) -> Tensor:
     """Return the transposed product (S.15): `y[j] = after[j] sum_{i>=j} distance[i-j] before[i] x[i]`."""
+    # With time reversed, later rows are earlier ones, and G^T is G.
     length = x.shape[-2]
     flipped = blocked_product(x.flip(2), distance, before[:, :length].flip(1), after[:, :length].flip(1))
-    return flipped.transpose(1, 2).flip(1).contiguous().transpose(1, 2)
+    return flipped.transpose(1, 2).flip(1).contiguous().transpose(1, 2)  # stored as [B, T, F, D], as the fake says
 
 
 def _block(length: int, largest: int) -> int:
@@ -77,9 +82,11 @@ def _block(length: int, largest: int) -> int:
 def causal_convolution(left: Tensor, right: Tensor) -> Tensor:
     """Return `sum_{j<=k} left_j right_{k-j}` for every k: `left [F, T]` or `[N, F, T]`, `right [F, T]`, any signs.
 
-    No T x T array is formed: on CUDA it is one launch, elsewhere `blocked_product` with one column, whose many products
-    would take the host of a GPU longer than the device.
+    No T x T array is formed: on CUDA it is one launch, elsewhere `blocked_product` with one column.
     """
+    # No FFT: its error is relative to the largest sums, and rows with a small Z drown in it.
+    # On CUDA a launch of its own: the many products of `blocked_product` take a GPU's host longer than the device. It
+    # brought a micro-batch with trained patterns from 134 to 81 ms (docs/log.md).
     if left.is_cuda and has_triton():
         from saf.ops.toeplitz.kernels import convolve
 
@@ -91,14 +98,14 @@ def causal_convolution(left: Tensor, right: Tensor) -> Tensor:
 
 # --- tables
 
+# The smallest value that a pattern must still mix with values of size one: times a small exp(alpha), it underflows
+# first. It is the rounding of bfloat16 at one; chosen, not measured.
 SMALL_VALUE = 2.0**-8
-"""The smallest value that a pattern must still mix with values of size one: times a small exp(alpha), it underflows
-first. It is the rounding of bfloat16 at one; chosen, not measured."""
+# How far a row's executed weights may miss a sum of one: five times the most that rounding both factors to bfloat16,
+# 2**-9 each, makes of a row, so that only lost weight exceeds it. Chosen, not measured.
 ROW_SUM_TOLERANCE = 0.02
-"""How far a row's executed weights may miss a sum of one: five times the most that rounding both factors to bfloat16,
-2**-9 each, makes of a row, so that only lost weight exceeds it. Chosen, not measured."""
+# Largest logarithm of 1/Z. Numbers end at 88.7 in float32 and at 709.8 in float64; gradients take the rest.
 LARGEST = {torch.float64: 600.0, torch.float32: 64.0}
-"""Largest logarithm of 1/Z. Numbers end at 88.7 in float32 and at 709.8 in float64; gradients take the rest."""
 
 
 def level_logits(alpha: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
@@ -108,12 +115,14 @@ def level_logits(alpha: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
     where float64 cannot hold a row's Z.
     """
     position = torch.arange(alpha.shape[1], dtype=torch.float64, device=alpha.device)
-    # Two terms of a row's Z are those of its first key and of its own: without their slope Z stays within range.
+    # First a rough slope, so that float64 can hold Z at all: two terms of a row's Z are those of its first key and of
+    # its own, and without the slope of the larger one Z stays within range. Then the slope of log Z itself.
     alpha, rho = alpha.double(), rho.double()
     logits = torch.stack([alpha, rho])
     logits = logits - _slope(torch.maximum(alpha + rho[:, :1], rho + alpha[:, :1])) * position
     logits = logits - logits.amax(-1, keepdim=True)
     log_z = causal_convolution(*logits.exp()).log()
+    # Both logits lose the same slope: i - j and j add up to i, so that only Z(i) changes (S.6).
     alpha, rho = logits - _slope(log_z) * position
     return alpha - alpha.amax(-1, keepdim=True), rho - rho.amax(-1, keepdim=True)
 
@@ -134,9 +143,11 @@ def compact_tables(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> tuple[Tens
     """
     wide = torch.float64 if dtype == torch.float64 else torch.float32
     distance, key_scale = rho.exp().to(dtype), alpha.exp().to(wide)
+    # Three sums in one convolution: Z, and what values of size 1 and 2**-8 become once they are scaled and rounded.
     scaled = [(key_scale * size).to(dtype).double() / size for size in (1.0, SMALL_VALUE)]
     total, *executed = causal_convolution(torch.stack([key_scale.double(), *scaled]), distance.double())
     row_scale = (1 / total).to(wide)
+    # Written so that NaN does not fit: comparisons with it are false.
     fits = (row_scale > 0) & (row_scale.double().log() <= LARGEST[wide])
     for sums in executed:
         fits &= (sums * row_scale.double() - 1).abs() <= ROW_SUM_TOLERANCE
@@ -153,6 +164,7 @@ def make_tiles(g: Tensor) -> Tensor:
 
     Tile t holds g(t TILE + row - column), 0 where that is negative.
     """
+    # Tiles instead of g itself: a program then reads aligned rows of 128 weights, and a descriptor can describe them.
     heads, length = g.shape
     width = -(-length // PAD) * PAD
     padded = g.new_zeros(heads, PAD + width)
@@ -216,6 +228,7 @@ class Toeplitz(Backend):
         kv_head: ValueHeads = None,
     ) -> dict[torch.dtype, Tables]:  # fmt: skip
         compact = {slot: form for slot, one in enumerate(patterns) if (form := one.compact()) is not None}
+        # In the level gauge entries are products of two factors in [0, 1], over a Z that stays level from row to row.
         if compact:
             forms = [form.to(dtype=torch.float64, device=device) for form in compact.values()]
             level = CompactPattern.stack(forms).level()
@@ -229,6 +242,7 @@ class Toeplitz(Backend):
                 tables["table"] = distance_table(tables["distance"])
                 tables["convolved"] = tuple(slot for slot, fit in zip(compact, fits.tolist(), strict=True) if fit)
             stored = tuple(slot for slot in range(len(patterns)) if slot not in tables["convolved"])
+            # The launches for few tokens and few queries read compact tables alone, of all frozen heads.
             if stored:
                 weights = [patterns[slot].dense().to(device=device, dtype=dtype) for slot in stored]
                 tables["weights"] = torch.stack(weights)
@@ -292,6 +306,7 @@ def trainable_product(value: Tensor, alpha: Tensor, rho: Tensor) -> tuple[Tensor
     the dtype can no longer hold raises UnsupportedError on a CPU; on a device, where the host does not wait to look,
     its outputs and gradients are NaN.
     """
+    # Anew for every length: Z of a prefix is the prefix of Z, but the gauge is one of all its positions.
     length = value.shape[2]
     distance, key_scale, row_scale = compact_tables(*level_logits(alpha[:, :length], rho[:, :length]), value.dtype)
     if value.device.type == "cpu" and row_scale.isnan().any():
@@ -325,19 +340,22 @@ def pattern_gradient(
         left_halves, right_halves = split(left, value.dtype), split(right, value.dtype)
         table = make_tiles(distance)
         above, below = split_product(right_halves, table, False), split_product(left_halves, table, True)
+        # What the halves add up to, so that both terms of a difference come from the same operands.
         left, right = left_halves.float().sum(0), right_halves.float().sum(0)
-        # All four products of a half of one operand with a half of the other.
+        # All four products of a half of one operand with a half of the other: (a + b)(c + d).
         columns = left_halves.repeat(2, 1, 1, 1, 1), right_halves.repeat_interleave(2, 0)
         pairs = cross_correlation(*(x.permute(2, 3, 0, 1, 4) for x in columns)).double()
     else:
+        # Float32 has no kernel a precision above itself: float64, in plain PyTorch on any device.
         lags, one = distance.to(wide), torch.ones_like(key_scale)
         above, below = blocked_product(right, lags, one, one), reversed_product(left, lags, one, one)
         pairs = cross_correlation(*(x.permute(1, 2, 0, 3) for x in (left, right))).double()
     keys, lags, rows = key_scale.double(), distance.double(), row_scale.double()
     row_terms = (left * above).sum((0, 3)).double() * rows  # D_i / Z_i of (S.17)
     key_terms = (right * below).sum((0, 3)).double()  # <dV_j, V_j>
+    # The upper line of (S.17): <dV_j, V_j> less (P^T D)_j.
     to_alpha = key_terms - keys * causal_convolution(row_terms.flip(1), lags).flip(1)
-    # Where exp(rho) is 0 the other factor may be infinite.
+    # The lower line of (S.17). Where exp(rho) is 0 the other factor may be infinite.
     to_rho = torch.where(lags == 0, 0, lags * (pairs - causal_convolution(keys, row_terms.flip(1)).flip(1)))
     beyond = (0, positions - to_alpha.shape[1])
     to_alpha, to_rho = (pad(x.to(key_scale.dtype), beyond) for x in (to_alpha, to_rho))
@@ -347,7 +365,7 @@ def pattern_gradient(
 
 def split(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return float32 `x` as two halves of a 16-bit `dtype`, `[2, ...]`: rounded, and what rounding left over."""
-    high = x.to(dtype)
+    high = x.to(dtype)  # their sum has twice the digits of a half: 16 of bfloat16, where one has 8
     return torch.stack([high, (x - high).to(dtype)])
 
 
