@@ -31,11 +31,11 @@ from saf.ops.operator import product_precision
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
 
+# Programs that run at once: three on each of the 132 multiprocessors of an H100 or H200. More would wait for a second
+# wave, fewer leave room unused (eight sequences of 4K, 6 heads: 768 programs 68 us, 384 52 us, 192 68 us).
 WAVE = 396
-"""Programs that run at once: three on each of the 132 multiprocessors of an H100 or H200. More would wait for a second
-wave, fewer leave room unused (eight sequences of 4K, 6 heads: 768 programs 68 us, 384 52 us, 192 68 us)."""
+# Columns of a program of `scan_kernel`: few, since it waits for memory and not for arithmetic.
 SCAN_COLUMNS = 32
-"""Columns of a program of `scan_kernel`: few, since it waits for memory and not for arithmetic."""
 
 
 class LinearConfig(NamedTuple):
@@ -70,6 +70,7 @@ def linear_matmul(
     `toeplitz_matmul`. Memory and scalings beyond the T positions of x are not used.
     """
     assert (x.stride(3), tables.near.dtype, len(tables.near)) == (1, x.dtype, x.shape[1])
+    # `mix_kernel` keeps the tiles in registers; bands are 64 or 128 wide, which needs two or three.
     assert tables.num_tiles <= 3, "a band must end within two chunks"
     batch, heads, length, dim = x.shape
     columns = batch * dim
@@ -86,24 +87,24 @@ def linear_matmul(
     }  # fmt: skip
     # Loads three chunks ahead: 5% sooner than two, and four are no better; float32 operands leave less room.
     exact = x.dtype == torch.float32
-    of_states, of_mix = (
-        constants | {"STAGES": stages, "num_warps": warps, "num_stages": stages, "device": x.device}
-        for warps, stages in (((4, 2), (8, 1)) if exact else ((4, 3), (4, 3)))
-    )
+    states_stages, mix_stages, mix_warps = (2, 1, 8) if exact else (3, 3, 4)
     blocks, stretches = cdiv(columns, config.columns), cdiv(cdiv(length, rows), config.stretch)
-    # The state at the end of every stretch but the last, which no other reads.
+    # The state at the end of every stretch but the last, which no other reads. The first stretch starts from zero, so
+    # that one of them alone needs no state.
     states = before.new_empty(heads, max(1, stretches - 1), 2, poles, columns, dtype=torch.float32)
     pad = before if left_pad is None else left_pad  # any pointer: unpadded kernels do not read it
     if stretches > 1:
         launch(
             states_kernel, (stretches - 1, heads, blocks), x, before, pad, tables.write, tables.turns, states,
-            length, columns, config.stretch, reach - 1, *strides(x), before.stride(0), **of_states,
+            length, columns, config.stretch, reach - 1, *strides(x), before.stride(0), **constants,
+            STAGES=states_stages, num_warps=4, num_stages=states_stages, device=x.device,
         )  # fmt: skip
     if stretches > 2:
         _scan(states, tables.turns, stretches - 1, config.stretch)
     launch(
         mix_kernel, (stretches, heads, blocks), x, before, pad, after, *tables, states, out, length, columns,
-        config.stretch, *strides(x, out), before.stride(0), after.stride(0), **of_mix, REACH=reach,
+        config.stretch, *strides(x, out), before.stride(0), after.stride(0), **constants, REACH=reach,
+        STAGES=mix_stages, num_warps=mix_warps, num_stages=mix_stages, device=x.device,
     )  # fmt: skip
     return out
 
@@ -142,9 +143,10 @@ def states_kernel(
     t_re, t_im = load_factor(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
     b_re, b_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
     for step in tl.range(0, stretch, num_stages=STAGES):
+        # The first stretch begins `back` chunks before the sequence: these load as zeros and leave h = 0.
         chunk = i_s * stretch + step - back
         b_u = load_chunk(p_x, p_before, pad, chunk, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
-        b_re, b_im = _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_u, PRECISION)
+        b_re, b_im = _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_u, PRECISION)  # h_c of (S.32)
     place = i_h * tl.num_programs(0) + i_s
     p_state = states_ptr + place * 2 * P * N + o_p[:, None] * N + o_n[None, :]
     _store_state(p_state, b_re, b_im, m_n[None, :], P * N)
@@ -162,6 +164,7 @@ def scan_kernel(states_ptr, turns_ptr, N, stretches, stretch, P: tl.constexpr, B
     m_n = (o_n < N)[None, :]
     p_state = states_ptr + i_h * stretches * 2 * P * N + o_p[:, None] * N + o_n[None, :]
     t_re, t_im = _factor_over(turns_ptr + i_h * POWERS * 2 * P, o_p, stretch, P, POWERS)
+    # In order, not as a tree: there are 396 stretches at most (WAVE).
     h_re, h_im = tl.zeros((P, BN), tl.float32), tl.zeros((P, BN), tl.float32)
     for i_s in range(0, stretches, 4):
         p_0, m_0 = _find_stretch(p_state, i_s, stretches, m_n, N, P)
@@ -216,11 +219,12 @@ def mix_kernel(
     o_out = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
     p_out, p_after = out_ptr + i_h * out_stride_h, after_ptr + i_h * after_stride_h
     p_state = states_ptr + i_h * (tl.num_programs(0) - 1) * 2 * P * N + o_p[:, None] * N + o_n[None, :]
-    p_state += (i_s - 1) * 2 * P * N
+    p_state += (i_s - 1) * 2 * P * N  # the stretch before this one; masked for the first, which has none
     b_re, b_im = _load_state(p_state, m_n[None, :] & (i_s > 0), P * N)
 
     p_tile = near_ptr + i_h * REACH * C * C + o_t[:, None] * C + o_t[None, :]
     b_g0 = tl.load(p_tile)
+    # Without a second or third tile the first is loaded in its place, and never used.
     b_g1 = tl.load(p_tile + (REACH > 1) * C * C)
     b_g2 = tl.load(p_tile + (REACH > 2) * 2 * C * C)
     w_re, w_im = _load_write(write_ptr, i_h, o_p, o_t, P, C)
@@ -230,7 +234,7 @@ def mix_kernel(
 
     begin = i_s * stretch
     b_u1 = load_chunk(p_x, p_before, pad, begin - 1, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
-    b_u2 = b_u1
+    b_u2 = b_u1  # defined for every REACH, since the loop carries it
     if REACH > 2:
         b_u2 = load_chunk(p_x, p_before, pad, begin - 2, T, o_x, x_stride_t, m_n, C, REVERSE, PADDED, EVEN_N)
     for step in tl.range(0, stretch, num_stages=STAGES):
@@ -254,8 +258,8 @@ def mix_kernel(
 
 # --- the state of decoding: chunk c of u is entry c modulo N + 1 of the ring, h_c entry c modulo 2 of the sums
 
+# Columns of a program of `fill_kernel` and `step_kernel`: one sequence has few, for many multiprocessors.
 STEP_COLUMNS = 32
-"""Columns of a program of `fill_kernel` and `step_kernel`: one sequence has few, for many multiprocessors."""
 
 
 def fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor) -> None:
@@ -270,7 +274,7 @@ def fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | Non
     }  # fmt: skip
     pad = before if left_pad is None else left_pad  # any pointer: unpadded kernels do not read it
     blocks = cdiv(columns, STEP_COLUMNS)
-    chunks = max(0, (length - 1) // rows - reach)  # those in h_{c-1}
+    chunks = max(0, (length - 1) // rows - reach)  # those in h_{c-1}, where c is the prompt's last chunk
     stretch = _stretch(chunks, heads * blocks)
     stretches = cdiv(chunks, stretch)
     states = before.new_empty(heads, max(1, stretches), 2, poles, columns)
@@ -331,9 +335,11 @@ def fill_kernel(
     p_state = states_ptr + (i_h * stretches + stretches - 1) * 2 * P * N + o_p[:, None] * N + o_n[None, :]
     b_re, b_im = _load_state(p_state, m_n[None, :] & (stretches > 0), P * N)
     last = (T - 1) // C
+    # Entry c modulo 2: of a chunk's two states one is its own, and one that of the chunk before.
     p_earlier, p_last = p_sums + ((last + 1) % 2) * 2 * P * D, p_sums + (last % 2) * 2 * P * D
     _store_state(p_earlier, b_re, b_im, m_n[None, :], P * D)
 
+    # h_c = M h_{c-1} + W u_{c-N}, the last step by itself, as both states are stored.
     b_u = load_chunk(p_x, p_before, pad, last - REACH, T, o_x, x_stride_t, m_n, C, False, PADDED, EVEN_N)
     w_re, w_im = _load_write(write_ptr, i_h, o_p, o_t, P, C)
     t_re, t_im = load_factor(turns_ptr + i_h * POWERS * 2 * P, o_p, P)
@@ -341,7 +347,7 @@ def fill_kernel(
     _store_state(p_last, b_re, b_im, m_n[None, :], P * D)
     for back in tl.static_range(0, REACH + 1):
         b_u = load_chunk(p_x, p_before, pad, last - back, T, o_x, x_stride_t, m_n, C, False, PADDED, EVEN_N)
-        slot = (last - back + REACH + 1) % (REACH + 1)
+        slot = (last - back + REACH + 1) % (REACH + 1)  # % of a negative number would be negative here
         tl.store(p_ring + slot * C * D, b_u, mask=m_n[None, :])
 
 
@@ -381,7 +387,7 @@ def step_kernel(
             w_re, w_im = _load_write(write_ptr, i_h, o_p, o_t, P, C)
             b_re, b_im = _next_state(b_re, b_im, t_re, t_im, w_re, w_im, b_u, PRECISION)
             _store_state(p_now, b_re, b_im, m_p, P * D)
-        own = first + row - pad
+        own = first + row - pad  # the position in the pattern; negative in the padding, whose scalings load as zero
         real = m_n & (own >= 0)
         b_x = tl.load(p_x + o_x + row * x_stride_t, mask=m_n, other=0.0)
         b_u = b_x.to(tl.float32) * tl.load(p_before + own, mask=real, other=0.0)
@@ -393,12 +399,13 @@ def step_kernel(
         b_o = tl.sum(l_re[:, None] * b_re + l_im[:, None] * b_im, 0)
         for back in tl.static_range(0, REACH):
             b_g = tl.load(near_ptr + (i_h * REACH + back) * C * C + t * C + o_t).to(tl.float32)
+            # Rows of this chunk behind t hold what an earlier chunk left: row t of the first tile is zero there.
             slot = (chunk + REACH + 1 - back) % (REACH + 1)
             b_u = tl.load(p_tile + slot * C * D, mask=m_p, other=0.0)
             b_o += tl.sum(b_g[:, None] * b_u.to(tl.float32), 0)
         b_o *= tl.load(p_after + own, mask=real, other=0.0)
         tl.store(p_out + row * out_stride_t, b_o.to(out_ptr.dtype.element_ty), mask=m_n)
-        tl.debug_barrier()
+        tl.debug_barrier()  # the next row is written into the chunk that slower threads still load whole
 
 
 # --- states, in device code
@@ -459,7 +466,7 @@ def _store_state(p_state, b_re, b_im, mask, stride):
 @triton.jit
 def load_padding(pad_ptr, o_n, m_n, D: tl.constexpr, PADDED: tl.constexpr):
     """Load the first real position of each column's sequence, [BN]; zeros without padding."""
-    pad = o_n * 0
+    pad = o_n * 0  # a block of zeros of the type that a load has
     if PADDED:
         pad = tl.load(pad_ptr + o_n // D, mask=m_n, other=0).to(tl.int32)
     return pad
@@ -487,6 +494,7 @@ def _find_rows(p, chunk, T, stride_t, EARLIER: tl.constexpr, C: tl.constexpr, RE
     o_t = tl.arange(0, C)
     time = chunk * C + o_t
     inside = (time >= 0) & (time < T) if EARLIER else time < T
+    # Offsets of a chunk are 64 bits wide, those within it 32: long sequences have more than 2^31 elements.
     if REVERSE:
         row = T - 1 - time
         p_rows = p + (T - 1 - chunk * C).to(tl.int64) * stride_t - o_t[:, None] * stride_t
@@ -514,8 +522,9 @@ def load_chunk(
 ):  # fmt: skip
     """Load u = before * x of a chunk, [C, BN], rounded to the dtype of x; zeros outside of the sequence."""
     row, inside, p_rows = _find_rows(p_x, chunk, T, x_stride_t, True, C, REVERSE)
-    mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]
+    mask = inside[:, None] if EVEN_N else inside[:, None] & m_n[None, :]  # whole blocks of columns need no mask
     b_x = tl.load(p_rows + o_x[None, :], mask=mask, other=0.0)
+    # Rounded once, to the dtype of the tiles: both operands of a product on matrix units have one type.
     return (b_x.to(tl.float32) * _scales(p_before, row, inside, pad, PADDED)).to(b_x.dtype)
 
 
