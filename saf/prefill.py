@@ -32,6 +32,7 @@ class LastToken(nn.Module):
         their own, as frozen layers run other kernels in them (`saf.ops.for_graphs`).
         """
 
+        # A new function each time, and `own_program` gives it code of its own: Dynamo keeps what it compiles by code.
         def logits(model: nn.Module, input_ids: Tensor) -> Tensor:
             return model(input_ids)
 
@@ -61,6 +62,7 @@ class Prefill:
         if device.type != "cuda":
             raise UnsupportedError(f"a CUDA graph needs a model on CUDA; it is on {device}: call the model itself")
         self._input_ids = torch.zeros(self._shape, dtype=torch.long, device=device)
+        # A model may be training in part, so `train()` afterwards would not do.
         modes = [(module, module.training) for module in model.modules()]
         last = LastToken(model).eval()
         forward = last.compiled() if compile else last
@@ -70,6 +72,7 @@ class Prefill:
                 return forward(self._input_ids)
 
         try:
+            # In a graph few tokens take what is fastest on the device; a call takes what spares the host.
             with for_graphs(model):
                 self._replay = GraphReplay(run, device=device, pool=GraphPool())
         finally:
@@ -81,6 +84,7 @@ class Prefill:
         if tuple(input_ids.shape) != self._shape or input_ids.is_floating_point():
             got = f"{input_ids.dtype} {list(input_ids.shape)}"
             raise InputError(f"input_ids must be token ids {list(self._shape)}, as captured; got {got}: capture again")
+        # Every replay reads and writes the same memory: tokens go in and logits come out by copies.
         self._input_ids.copy_(input_ids)
         self._replay()
         return self._replay.outcome.clone()

@@ -16,11 +16,11 @@ from saf.ops.launch import cdiv, launch
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
 
+# Columns of logits read at once: with 8 warps the fastest of the sizes tried on an H200.
 COLUMNS = 4096
-"""Columns of logits read at once: with 8 warps the fastest of the sizes tried on an H200 (docs/log.md)."""
+# Blocks in flight. The buffers they take also keep fewer rows in flight, so that more of a row is still in the
+# second-level cache when it is read again.
 STAGES = 4
-"""Blocks in flight. The buffers they take also keep fewer rows in flight, so that more of a row is still in the
-second-level cache when it is read again (docs/log.md)."""
 
 
 def softmax_gradient(logits: Tensor, labels: Tensor, count: Tensor, *, ignored: int) -> Tensor:
@@ -51,6 +51,7 @@ def softmax_gradient_kernel(
     is_token = (label >= 0) & (label < V)
     own_logit = tl.load(p_logits + tl.where(is_token, label, 0)).to(tl.float32) * LOG2E
     weight = tl.where(is_token, 1.0 / tl.load(count_ptr).to(tl.float32), 0.0)
+    # The last block is read once and kept in registers for both passes; only it needs a mask.
     masked_from = V // BLOCK * BLOCK
     column = tl.arange(0, BLOCK)
     last = masked_from + column
@@ -58,6 +59,7 @@ def softmax_gradient_kernel(
     b_last = tl.load(p_logits + last, mask=last < V, other=-float("inf")).to(tl.float32) * LOG2E
     peak = tl.maximum(tl.max(b_last, 0), own_logit)
     total = tl.sum(tl.exp2(b_last - peak), 0)
+    # First pass: the log-sum-exp, online, so that every logit is read once for it.
     for start in tl.range(0, masked_from, BLOCK, num_stages=STAGES):
         b_logits = tl.load(p_logits + start + column).to(tl.float32) * LOG2E
         new_peak = tl.maximum(peak, tl.max(b_logits, 0))
@@ -67,7 +69,8 @@ def softmax_gradient_kernel(
     no_loss = tl.where(label == IGNORED, 0.0, float("nan"))
     tl.store(loss_ptr + row, tl.where(is_token, (normaliser - own_logit) / LOG2E, no_loss))
 
-    # Every thread has read the label's logit before one of them overwrites it, and its gradient is written last.
+    # Second pass: the gradient, over the logits. Every thread has read the label's logit before one of them overwrites
+    # it, and the label's own gradient is written last.
     tl.debug_barrier()
     for start in tl.range(0, masked_from, BLOCK, num_stages=STAGES):
         b_logits = tl.load(p_logits + start + column).to(tl.float32) * LOG2E
@@ -82,10 +85,10 @@ def softmax_gradient_kernel(
 
 # --- GELU
 
+# Elements of a program, and its warps of 32 threads: 16 elements a thread, two of the widest loads of 16 bits. Chosen,
+# not measured against others; one pass over memory is bound by memory.
 BLOCK = 2048
 WARPS = 4
-"""Elements of a program, and its warps of 32 threads: 16 elements a thread, two of the widest loads of 16 bits. Chosen,
-not measured against others; one pass over memory is bound by memory."""
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -132,6 +135,7 @@ def gelu_backward_kernel(x_ptr, gradient_ptr, y_ptr, N, BLOCK: tl.constexpr):
 def _gelu_parts(b_x):
     """Return Phi(x) and exp(-x^2 / 2) of float32 x."""
     t = 1.0 / (1.0 + 0.32 * tl.abs(b_x))
+    # Horner's scheme; the coefficients are a fit of Phi(-|x|) exp(x^2/2) over t in (0, 1].
     poly = -0.06677556
     poly = poly * t + 0.13958845
     poly = poly * t + 0.04961156

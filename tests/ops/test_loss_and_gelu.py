@@ -29,8 +29,6 @@ def test_losses_and_gradients_are_those_of_cross_entropy(dtype):
 def test_labels_that_are_no_columns_are_refused(label):
     with pytest.raises(InputError, match=f"tokens 0 to 4, or -100 to leave one out; got {label}"):
         softmax_gradient_(torch.randn(2, 5), torch.tensor([1, label]), torch.tensor(2))
-    with pytest.raises(InputError, match=r"labels must be \[2\]"):
-        softmax_gradient_(torch.randn(2, 5), torch.tensor([1, 2, 3]), torch.tensor(2))
 
 
 def test_gelu_before_a_projection_has_its_gradients_and_keeps_the_input_alone(monkeypatch):

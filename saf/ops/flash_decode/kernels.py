@@ -18,24 +18,24 @@ from saf.ops.launch import add_product, cdiv, launch, padded_channels, shared_me
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
 
+# Fewest keys of a part: fewer would be read faster than their sums are written and added up.
 PART_KEYS = 256
-"""Fewest keys of a part: fewer would be read faster than their sums are written and added up."""
+# Most parts of all heads together: four for each multiprocessor of an H200, so that all of them read memory.
 PROGRAMS = 528
-"""Most parts of all heads together: four for each multiprocessor of an H200, so that all of them read memory."""
+# Keys read at once, warps and stages of the pipeline, of which two wait in memory: 16 KiB of 64 channels in 16 bits
+# each. Chosen, not measured against others.
 KEYS, WARPS, STAGES = 128, 4, 3
-"""Keys read at once, warps and stages of the pipeline, of which two wait in memory: 16 KiB of 64 channels in 16 bits
-each. Chosen, not measured against others."""
+# Fewest keys of a matrix product.
 FEWEST_KEYS = 32
-"""Fewest keys of a matrix product."""
+# Shared memory (bytes) that a program needs besides its stages, times the bytes of a value: at least what compiling for
+# 9.0 shows.
 RESERVED = 12 << 10
-"""Shared memory (bytes) that a program needs besides its stages, times the bytes of a value: at least what compiling
-for 9.0 shows."""
+# Rows of one product, the fewest that tensor cores take; of 64, float32 weights spill (checked by compiling).
 BLOCK_ROWS = 16
-"""Rows of one product, the fewest that tensor cores take; of 64, float32 weights spill (checked by compiling)."""
+# Parts that a program of the merge reads at once.
 PARTS = 32
-"""Parts that a program of the merge reads at once."""
+# Scores times this are exponents of 2.
 LOG2E = 1.4426950408889634
-"""Scores times this are exponents of 2."""
 
 
 def decode(
@@ -50,6 +50,8 @@ def decode(
     frozen_read = len(read) - kv if frozen else 0
     blocks = cdiv(rows * group, BLOCK_ROWS)
     keys = keys_at_once(dim, value.element_size(), shared_memory(value.device))
+    # From the length of the tensors alone, the whole cache if it has a fixed size: the host does not know how much of
+    # it is filled, and a captured graph keeps its grid.
     parts = max(1, min(cdiv(length, PART_KEYS), PROGRAMS // (batch * (kv + frozen_read))))
     sums = value.new_empty(parts, batch, live + frozen, rows, dim, dtype=torch.float32)
     logs = value.new_empty(parts, batch, live, rows, dtype=torch.float32)
@@ -102,11 +104,13 @@ def flash_decode_kernel(
     pad = host_first * 0  # of the type that a load has: a plain 0 would be a compile-time constant
     if PADDED:
         pad = tl.load(pad_ptr + i_b).to(tl.int32)
+    # Parts behind the last query, and those of the padding, have no keys: their sums are zero, their logarithms -inf.
     lo = tl.maximum(i_part * part_keys, pad // BK * BK)
     hi = tl.minimum(tl.minimum(i_part * part_keys + part_keys, first + ROWS), T)
     p_v = v_ptr + i_b * v_stride_b
     place = i_part * tl.num_programs(2) + i_b
     p_sums = sums_ptr + place * ((LIVE + FROZEN) * ROWS * D)
+    # The first KV programs take live slots, by key head; the others frozen ones, BLOCKS for each value head.
     if i_g < KV:
         head = i_g
         if MAPPED:
@@ -153,11 +157,12 @@ def _sum_live(
     total = tl.zeros((BM,), dtype=tl.float32)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
         o_k = k0 + tl.arange(0, BK)
+        # Positions behind the last query may hold anything, NaN too: they are not even read.
         inside = (o_k >= pad) & (o_k < hi)
         readable = inside[:, None] & (o_d < D)[None, :]
         b_k = tl.load(p_k + o_k.to(tl.int64)[:, None] * k_stride_t + o_d[None, :], mask=readable, other=0.0)
         b_score = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
-        seen = inside[None, :] & (o_k[None, :] <= query[:, None])
+        seen = inside[None, :] & (o_k[None, :] <= query[:, None])  # several queries: each sees keys up to its own
         b_score = tl.where(seen, b_score, float("-inf"))
         peak, base, shrink = _raise_peak(peak, tl.max(b_score, 1))
         b_weight = tl.exp2(b_score - base[:, None])
@@ -188,7 +193,7 @@ def _sum_frozen(
     row = o_m % ROWS
     query = first + row
     real = (slot >= 0) & (query >= pad)
-    o_table = (slot - LIVE) * table_stride
+    o_table = (slot - LIVE) * table_stride  # tables have frozen slots alone, in slot order
     b_row_scale = tl.load(row_scale_ptr + o_table + query - pad, mask=real, other=0.0).to(tl.float32)
 
     o_d = tl.arange(0, DP)
@@ -198,6 +203,7 @@ def _sum_frozen(
         inside = (o_k >= pad) & (o_k < hi)
         lag = query[:, None] - o_k[None, :]
         seen = real[:, None] & inside[None, :] & (lag >= 0)
+        # Gathers from tables of T numbers: one head's are read by all sequences, so that they come from the cache.
         b_distance = tl.load(distance_ptr + o_table[:, None] + lag, mask=seen, other=0.0).to(tl.float32)
         b_key_scale = tl.load(key_scale_ptr + o_table[:, None] + (o_k - pad)[None, :], mask=seen, other=0.0)
         b_weight = b_distance * b_key_scale * b_row_scale[:, None]  # P(i, j) of Eq. (3)

@@ -19,10 +19,10 @@ from saf.ops.live import score_scale
 from saf.ops.operator import has_tangent, operator, uses_triton
 from saf.ops.positions import CachePosition
 
+# Dtypes of values: in float32 the keys and values read at once exceed a multiprocessor's shared memory.
 DTYPES = (torch.bfloat16, torch.float16)
-"""Dtypes of values: in float32 the keys and values read at once exceed a multiprocessor's shared memory."""
+# Most queries of a KV head: the rows of one product, the fewest that tensor cores take. More would read keys again.
 MOST_ROWS = 16
-"""Most queries of a KV head: the rows of one product, the fewest that tensor cores take. More would read keys again."""
 
 
 def decode_maps(kv_head: ValueHeads, num_frozen: int, device: torch.device) -> Tables:
@@ -37,6 +37,7 @@ def decode_maps(kv_head: ValueHeads, num_frozen: int, device: torch.device) -> T
     """
     if kv_head is None:
         return {}
+    # Live and frozen slots that read one value head are two entries: the former need its keys too, the latter none.
     order, num_live = cached_order(kv_head, num_frozen), len(kv_head) - num_frozen
     read, readers = [], []
     for slots in (range(num_live), range(num_live, len(kv_head))):
@@ -64,6 +65,7 @@ def unsupported_reason(
     operands = (query, key, value)
     if not uses_triton(value.device, value.dtype) or {one.dtype for one in operands} - {*DTYPES}:
         return f"needs a CUDA device and values of 16 bits, got {value.device.type} and {value.dtype}: cast the model"
+    # Frozen slots have no such limit: without keys to read, more programs share a value head (BLOCKS in kernels.py).
     if (group := largest_group(live_kv)) > MOST_ROWS:
         return f"takes at most {MOST_ROWS} query heads of a KV head, got {group}"
     if has_tangent(*operands):
@@ -114,6 +116,7 @@ def flash_decode(
     maps: list[Tensor] = []
     patterns: list[Tensor] = []
     if tables is not None:
+        # Frozen heads that decode from a state store no values, so that the cache is in its own order then, too.
         cached = on_device is not None or not frozen
         maps = [tables["kv_read_cached" if cached else "kv_read"], tables["kv_readers"]]
         patterns = [tables["distance"], tables["key_scale"], tables["row_scale"]] if frozen else []

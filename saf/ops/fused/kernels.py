@@ -25,15 +25,12 @@ from saf.ops.launch import add_product, cdiv, launch, padded_channels, strides
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
 
-LOG2E = tl.constexpr(1.4426950408889634)
-"""1 / log 2: the kernels' exponentials are powers of two."""
+LOG2E = tl.constexpr(1.4426950408889634)  # 1 / log 2: the kernels' exponentials are powers of two
+# B x H x T, and B x H x T x T, up to either of which few programs are launched, in smaller blocks of queries. Up to the
+# first, blocks of 128 queries number less than three a multiprocessor of an H200 (384 on 132). Around the limits both
+# sizes of blocks came within 1.5% of one another.
 FEW_ROWS = 49_152
 FEW_PAIRS = FEW_ROWS * 1024
-"""B x H x T, and B x H x T x T, up to either of which few programs are launched, in smaller blocks of queries.
-
-Up to the first, blocks of 128 queries number less than three a multiprocessor of an H200 (384 on 132). Around the
-limits the two sizes of blocks came within 1.5% of one another (docs/log.md).
-"""
 
 
 class Blocks(NamedTuple):
@@ -108,6 +105,7 @@ def fused_forward(
         *strides(query, key, value),
     )  # fmt: skip
     constants = blocks.constants(length, dim) | _kinds(counts)
+    # A compiler that sees the kernel puts its launch into the compiled code, at a fraction of an operator's host time.
     if visible:
         torch.library.wrap_triton(fused_forward_kernel)[grid](*arguments, **constants)
     else:
@@ -139,10 +137,12 @@ def fused_backward(
     if dv.numel() == 0:
         return dq, dk, dv
     grouped = tables.group_start.numel() > 0
+    # Programs of a key block or a query block add in a fixed order, without atomics: gradients repeat bit for bit.
     by_key, by_query = choose_backward(dim=dim, dtype=value.dtype, grouped=grouped)
     operands, delta = (query, key, value, grad, lse), torch.empty_like(lse)
     of_operands = strides(query, key, value, grad)
     if live:
+        # delta_i = <dO_i, O_i> once, not in each of the two kernels that read it.
         launch(
             delta_kernel, (batch * live, cdiv(length, 64)), out, grad, delta, tables.live, live, length,
             *strides(out, grad), D=dim, DP=padded_channels(dim), BM=64, num_warps=4, device=value.device,
@@ -191,12 +191,13 @@ def fused_forward_kernel(
     i_b = (tl.program_id(0) // H).to(tl.int64)
     i_h = tl.program_id(0) % H
     state = tl.load(state_ptr + i_h)
-    slot = tl.load(pattern_ptr + i_h).to(tl.int64)
+    slot = tl.load(pattern_ptr + i_h).to(tl.int64)  # 64 bits: it multiplies T x T for dense patterns
     p_v = v_ptr + i_b * v_stride_b + tl.load(value_ptr + i_h).to(tl.int64) * v_stride_h
     b_out = tl.zeros((BM, DP), dtype=tl.float32)
     scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
 
-    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in op.py.
+    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in op.py. Nested ifs, because HAS_* are compile-time
+    # constants: the code of a kind that the layer lacks is left out.
     if HAS_LIVE:  # noqa: SIM102
         if state == 0:
             i_q = tl.load(query_ptr + i_h).to(tl.int64)
@@ -260,6 +261,7 @@ def _attend(
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee") * scale
         if MASK:
             b_s = tl.where(o_m[:, None] >= o_k[None, :], b_s, float("-inf"))
+        # The online softmax: sums so far shrink whenever a larger score appears.
         new_max = tl.maximum(row_max, tl.max(b_s, 1))
         b_p = tl.exp2(b_s - new_max[:, None])
         correction = tl.exp2(row_max - new_max)
@@ -284,6 +286,7 @@ def _compact_rows(
     b_z = tl.load(p_log_z + o_m, mask=o_m < T, other=float("inf"))
     for k0 in tl.range(0, tl.minimum(m0 + BM, T), BK, num_stages=STAGES):
         o_k = k0 + tl.arange(0, BK)
+        # No causal mask: rho is minus infinity at future keys.
         b_rho = band_tile(p_band, band_stride, query, key, PAD + m0 - k0)
         b_alpha = tl.load(p_alpha + o_k, mask=o_k < T, other=float("-inf"))
         b_p = tl.exp2((b_rho - b_z[:, None]) + b_alpha[None, :])  # P(i, j) of Eq. (3)
@@ -460,14 +463,15 @@ def _live_step(
     # Rows beyond T: +inf makes their weights zero.
     b_lse = tl.load(lse_ptr + o_m, mask=o_m < T, other=float("inf"))
     b_delta = tl.load(delta_ptr + o_m, mask=o_m < T, other=0.0)
+    # P is computed again from the stored log-sum-exp, in place of T x T numbers kept from the forward pass.
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
     b_p = tl.exp2(b_s * scale2 - (b_lse * LOG2E)[None, :])
     if MASK:
         b_p = tl.where(o_m[None, :] >= o_k[:, None], b_p, 0.0)
-    b_dv = add_product(b_dv, b_p, b_grad, "ieee")
+    b_dv = add_product(b_dv, b_p, b_grad, "ieee")  # dV = P^T dO
     b_dp = tl.dot(b_v, tl.trans(b_grad), input_precision="ieee")
-    b_ds = b_p * (b_dp - b_delta[None, :])
-    b_dk = add_product(b_dk, b_ds, b_q, "ieee")
+    b_ds = b_p * (b_dp - b_delta[None, :])  # dS = P * (dO V^T - delta), transposed
+    b_dk = add_product(b_dk, b_ds, b_q, "ieee")  # dK = dS^T Q; its scale comes with the store
     return b_dk, b_dv
 
 
@@ -544,8 +548,8 @@ def query_block_kernel(
         b_p = tl.exp2(b_s * scale2 - b_lse[:, None])
         b_p = tl.where(o_m[:, None] >= o_k[None, :], b_p, 0.0)
         b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision="ieee")
-        b_ds = b_p * (b_dp - b_delta[:, None])
-        b_dq = add_product(b_dq, b_ds, b_k, "ieee")
+        b_ds = b_p * (b_dp - b_delta[:, None])  # dS = P * (dO V^T - delta)
+        b_dq = add_product(b_dq, b_ds, b_k, "ieee")  # dQ = dS K; its scale comes with the store
     _store_rows(dq_ptr + (i_b * T * L + i_q) * D, b_dq * scale, m0, L * D, T, D, DP, BM)
 
 
@@ -559,7 +563,9 @@ def load_rows(
     """Load rows from a start of a [T, D] matrix as [ROWS, DP], zero outside."""
     o_r = tl.arange(0, ROWS)
     o_d = tl.arange(0, DP)
+    # The start's offset is 64 bits wide, those within a block 32: fewer registers.
     p = pointer + tl.cast(start, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
+    # The fewest masks: whole blocks need none, powers of two none over channels.
     if EVEN and D == DP:
         return tl.load(p)
     if D == DP:

@@ -29,15 +29,15 @@ from saf.ops.operator import TRITON_DTYPES, forbid_second_derivative, has_triton
 from saf.ops.positions import unpadded
 from saf.patterns import Pattern
 
+# Kinds of a head, as the kernels compare them: ordinary attention, a compact pattern, a dense one.
 LIVE, COMPACT, DENSE = 0, 1, 2
-"""Kinds of a head, as the kernels compare them: ordinary attention, a compact pattern, a dense one."""
+# Entries of minus infinity in front of rho, and the multiple its length is rounded up to: twice the 128 positions of
+# the largest block, since a tile on the diagonal reads as far back.
 PAD = 256
-"""Entries of minus infinity in front of rho, and the multiple its length is rounded up to: twice the 128 positions of
-the largest block, since a tile on the diagonal reads as far back."""
+# Logarithms times this are exponents of 2.
 LOG2E = 1 / math.log(2)
-"""Logarithms times this are exponents of 2."""
+# Shifted copies of rho: one of them is aligned for a 16-byte load of four float32 elements at any distance.
 BAND_SHIFTS = 4
-"""Shifted copies of rho: one of them is aligned for a 16-byte load of four float32 elements at any distance."""
 
 # --- tables
 
@@ -84,6 +84,7 @@ def head_maps(state: Sequence[int], value: Sequence[int], device: torch.device |
     rank = [state[:head].count(state[head]) for head in heads]  # the slot among heads of its kind
     live = [head for head in heads if state[head] == LIVE]
     used = sorted({value[head] for head in live})
+    # Where every value head serves one head the backward kernel has no loop over heads (`GROUPED` in kernels.py).
     one_to_one = sorted(value) == list(range(num_value_heads))
     bounds = [] if one_to_one else range(num_value_heads + 1)
     maps = (
@@ -117,10 +118,11 @@ def shifted_band(rho: Tensor) -> Tensor:
     """Return the `band` of `rho [F, T]`."""
     heads, length = rho.shape
     width = PAD + -(-length // PAD) * PAD
+    # Minus infinity makes weights of zero: at future keys in front, and beyond T behind.
     padded = rho.new_full((heads, width), -math.inf)
     padded[:, PAD : PAD + length] = rho
     band = rho.new_full((heads, BAND_SHIFTS, width), -math.inf, dtype=torch.float32)
-    for shift in range(BAND_SHIFTS):
+    for shift in range(BAND_SHIFTS):  # shifted in float64, rounded once
         band[:, shift, shift:] = padded[:, : width - shift].float()
     return band
 
@@ -231,22 +233,26 @@ class Fused(Backend):
 # --- few tokens of backend `toeplitz`
 
 
-MAX_LENGTH = 4096
-"""Positions that tables of few tokens cover: no longer sequence is few by the limits below."""
-SHORT = 1024
-"""Positions up to which one launch was no slower than two on an H200, at the batches that `SHORT_PAIRS` allows."""
-SHORTEST = 256
-"""Positions as which shorter sequences count: their time no longer falls with the square of the length."""
-SHORT_PAIRS = 40 * SHORT**2
-"""B x H x T x T up to which one launch is faster on the device: with 12 heads some 3 x 1,024 or 12 x 512 tokens."""
-HOST_BOUND = 2 * 4096 * 768 * (12 * 768 + 4096)
-"""B x T x C x (12 C + T), half a layer's operations, up to which launching takes the host longer than the device works.
+# Microseconds of a layer in a graph, ordinary / by two launches / by one (12 heads of 64 channels, 25% frozen, H200):
+#     2 x 1,024   25.5 / 30.0 / 25.2        8 x 512   29.5 / 38.1 / 30.0
+#     4 x 1,024   38.7 / 44.0 / 37.3       16 x 512   48.2 / 61.7 / 53.1
+#     8 x 1,024   63.7 / 73.3 / 70.2      1 x 2,048   37.7 / 39.3 / 40.4
+# At 50% one launch loses from 4 x 1,024 on (43.5 for 42.7), so the limits end below.
 
-It is a layer of the 124M model at two sequences of 4,096 tokens: by two launches a called prompt ran at 0.53x of an
-ordinary one, by one at 0.94x (docs/log.md). The device is faster by two there, so CUDA graphs take two.
-"""
+# Positions that tables of few tokens cover: no longer sequence is few by the limits below.
+MAX_LENGTH = 4096
+# Positions up to which one launch was no slower than two on an H200, at the batches that `SHORT_PAIRS` allows.
+SHORT = 1024
+# Positions as which shorter sequences count: their time no longer falls with the square of the length.
+SHORTEST = 256
+# B x H x T x T up to which one launch is faster on the device: with 12 heads some 3 x 1,024 or 12 x 512 tokens.
+SHORT_PAIRS = 40 * SHORT**2
+# B x T x C x (12 C + T), half a layer's operations, up to which launching takes the host longer than the device works.
+# It is a layer of the 124M model at two sequences of 4,096 tokens: by two launches a called prompt ran at 0.53x of an
+# ordinary one, by one at 0.94x (docs/log.md). The device is faster by two there, so CUDA graphs take two.
+HOST_BOUND = 2 * 4096 * 768 * (12 * 768 + 4096)
+# Channels up to which the limits were measured; wider heads leave the kernel few registers.
 MAX_DIM = 128
-"""Channels up to which the limits were measured; wider heads leave the kernel few registers."""
 FEW_DTYPES = (torch.bfloat16, torch.float16)
 _FEW = "few_"
 
@@ -267,7 +273,7 @@ def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
         return False
     if length <= SHORT and batch * heads * length * max(length, SHORTEST) <= SHORT_PAIRS:
         return True
-    width = heads * dim
+    width = heads * dim  # 12 C + T: products of a layer and attention, per token and channel
     return not replayed and batch * length * width * (12 * width + length) <= HOST_BOUND
 
 
@@ -300,6 +306,7 @@ def mix_few(
     if not are_few(value, sum(arguments[1]), replayed=replayed):
         return None
     factor = score_scale(scale, value.shape[-1])
+    # Only Dynamo traces into the visible form; an eager call or an exported program would pay for it.
     if torch.compiler.is_dynamo_compiling():
         from saf.ops.fused.kernels import visible_forward
 
