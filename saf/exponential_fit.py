@@ -1,15 +1,17 @@
 """`fit_exponential` fits exponential patterns, Eq. (S.31), whose heads run in time linear in the context.
 
-Distances of a band below w have free logits. From w on the weight of a distance is g, a positive sum of damped cosines,
-the poles. A fit begins with the compact fit of the same head; its steps follow in this file in this order:
+The first w distances, the band, have free logits. From w on the weight of a distance is g, a positive sum of damped
+cosines, the poles. A fit begins with the compact fit of the same head and takes five steps:
 
-1. Acceptance, around all others: a head takes the short form if that is nearly as close as the full one, else the full
-   form; where neither is close enough, 32 poles are tried after 16; then the head keeps its compact fit.
-2. Poles: dampings and frequencies are chosen one after another for the compact fit's g. They stay from then on.
-3. Amplitudes: least squares, moved towards a sum that is surely positive where g would come near zero.
-4. Full form: L-BFGS (lbfgs.py) minimises the cross-entropy of Eq. (4) over key logits, band and amplitudes, with a
+1. Poles: dampings and frequencies are chosen one after another for the compact fit's g. They stay from then on.
+2. Amplitudes: least squares, moved towards a sum that is surely positive where g would come near zero.
+3. Full form: L-BFGS (lbfgs.py) minimises the cross-entropy of Eq. (4) over key logits, band and amplitudes, with a
    penalty on cancellation among poles, which would lose low-precision digits, and a prior that keeps g positive.
-5. Short form: the same from the full form on, but with key logits of 16 keys and a sum of decays for all others.
+4. Short form: the same from the full form on, but with key logits of 16 keys and a sum of decays for all others.
+5. Acceptance: a head takes the short form if that is nearly as close as the full one, else the full form; if neither is
+   close enough, all steps are repeated with 32 poles in place of 16; then the head keeps its compact fit.
+
+The file begins with the public functions and step 5, which call the others; steps 1 to 4 follow in order.
 
 Shapes: N heads, T positions, w distances of the band, n = T - w beyond it, P poles, S keys with a logit of their own.
 KL is in nats per row. The objective of L-BFGS is in nats over all T rows. All numbers are float64.
@@ -41,20 +43,20 @@ MAX_SHORT_KL = 0.005
 
 # Numbers of poles, tried in turn: a head's time grows with them. 8 / 32 poles: extra KL 0.0077 / 0.0018 in the median.
 _POLES = (16, 32)
-# Elements of the largest array, by device: it stays in a CPU's cache, or takes a tenth of a GPU's memory. Heads beyond
-# that are fitted afterwards.
+# Elements of the largest array, by device: it stays in a CPU's cache, or takes a tenth of a GPU's memory. Heads are
+# fitted in groups of this size.
 _MAX_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
 # Nats per row that the last ten steps of L-BFGS must gain together, or a head is finished. A tenth of it changes the
 # extra KL by less than 1e-5 in a third more steps.
 _TOLERANCE = 1e-5
 
 
-# --- 1. acceptance
+# --- public functions, and 5. acceptance
 
 
 @dataclass(frozen=True, eq=False)
 class ExponentialFit:
-    """One head's pattern of a certain form, compared with the head's compact fit."""
+    """One head's pattern, compared with the head's compact fit."""
 
     pattern: CompactPattern | ExponentialPattern  # the compact fit where no exponential one was accepted
     extra_kl: float
@@ -62,6 +64,10 @@ class ExponentialFit:
     cancellation: float  # mean of (sum of the poles' envelopes) / g beyond the band, weighted by attention mass
     poles: int  # 0 for a compact pattern
     free_keys: int  # number of keys with a logit of their own
+
+
+_Forms = tuple[ExponentialFit, ExponentialFit | None]
+"""A head's fit in the full form and, if that is tried, in the short form."""
 
 
 def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs: int = _POLES[0]) -> ExponentialPattern:
@@ -114,17 +120,14 @@ def fit_exponential_heads(
     for num_poles in _POLES:
         operands = compact[pending], *(x[pending] for x in targets)
         forms = _fit(*operands, band=band, num_poles=num_poles, short=max_short_kl is not None)
-        refused = []
-        for head, (full, short) in zip(pending, forms, strict=True):
+        tried, pending = pending, []
+        for head, (full, short) in zip(tried, forms, strict=True):
             max_kl = min(full.extra_kl + (max_short_kl or 0.0), max_extra_kl)
             fit = short if short is not None and accepted(short, max_kl) else full
-            if accepted(fit, max_extra_kl):
+            if accepted(fit, max_extra_kl) or head not in best or fit.extra_kl < best[head].extra_kl:
                 best[head] = fit
-                continue
-            refused.append(head)
-            if head not in best or fit.extra_kl < best[head].extra_kl:
-                best[head] = fit
-        pending = refused
+            if not accepted(fit, max_extra_kl):
+                pending.append(head)
     for head in pending:
         best[head] = replace(best[head], pattern=compact[head], poles=0, free_keys=compact.length)
     return [best[head] for head in range(len(compact))]
@@ -144,12 +147,12 @@ def split_options(fitter: str, options: dict[str, Any], storage: str) -> tuple[d
 
 def _fit(
     compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, num_poles: int, short: bool
-) -> list[tuple[ExponentialFit, ExponentialFit | None]]:
-    """Return each head's fit in the full form and, if that is tried, in the short form."""
+) -> list[_Forms]:
+    """Fit heads in the full form and, with `short`, in the short form too."""
     # The largest arrays have 2P amplitudes by T, and a spectrum of 8T / 2 complex points for each damping of the grid.
     largest = compact.length * max(2 * num_poles, 8 * len(_DAMPINGS))
     count = max(1, _MAX_ELEMENTS[eta_abs.device.type] // largest)
-    fits: list[tuple[ExponentialFit, ExponentialFit | None]] = []
+    fits: list[_Forms] = []
     for first in range(0, len(compact), count):
         heads = slice(first, first + count)
         fits += _fit_group(compact[heads], eta_abs[heads], eta_rel[heads], band, num_poles, short)
@@ -158,8 +161,8 @@ def _fit(
 
 def _fit_group(
     compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, band: int, num_poles: int, short: bool
-) -> list[tuple[ExponentialFit, ExponentialFit | None]]:
-    """Fit some heads at once: steps 2 to 5 of this file."""
+) -> list[_Forms]:
+    """Fit some heads at once: steps 1 to 4."""
     length = compact.length
     if length <= band:  # no distance is left for poles
         none = compact.rho[:, :0]
@@ -172,7 +175,7 @@ def _fit_group(
     full = _Objective(compact, eta_abs, eta_rel, band, poles)
     optimum = minimize(full, full.start(), tolerance=tolerance)
     fits = full.measure(optimum)
-    if not short or length <= 4 * _SINKS:  # with so few keys a short form saves nothing
+    if not short or length <= 4 * _SINKS:  # of so few keys a short form saves little
         return [(fit, None) for fit in fits]
     objective = _Objective(compact, eta_abs, eta_rel, band, poles, short=True)
     optimum = minimize(objective, objective.start_from(full, optimum), tolerance=tolerance)
@@ -207,10 +210,10 @@ def _with_ridge(gram: Tensor, share: float) -> Tensor:
     return gram + ridge[:, None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
 
 
-# --- 2. poles
+# --- 1. poles
 
 # Dampings per distance of the first two poles, which have no frequency: a constant, and a fall by e in 40 distances.
-# Both are positive, so their non-negative sum is what a start can fall back on (step 3). 10 or 160 distances: 0.0002
+# Both are positive, so their non-negative sum is what a start can fall back on (step 2). 10 or 160 distances: 0.0002
 # nats more in the median.
 _DECAYS = (0.0, 1 / 40)
 # Dampings of the other poles at T = 4,096; those of other lengths scale with 1 / T. So a cosine falls by e over the
@@ -277,7 +280,7 @@ def _choose_poles(weights: Tensor, mass: Tensor, num_poles: int, length: int) ->
     return damping, frequency
 
 
-# --- 3. amplitudes
+# --- 2. amplitudes
 
 # Distances on either side over which g is averaged in the log domain, for the prior and the bounds; 8 and 128 are as
 # good. It must only be positive and of the size of g.
@@ -321,9 +324,10 @@ class _FarWeights:
         closest = self.positive(torch.cholesky_solve(right[..., None], factor).squeeze(-1), _START_SHARE)
         self.start = (factor.mT @ closest[..., None]).squeeze(-1)  # in whitened coordinates
 
+        # With the compact fit's g in the denominator the mean cancellation is linear in the amplitudes.
         envelopes = DampedCosines(poles.damping, torch.zeros_like(poles.damping), poles.count)
         sizes = envelopes.transposed(mass / weights)[:, : poles.damping.shape[-1]]
-        self.cancellation = sizes / mass.sum(-1, keepdim=True)  # mean cancellation by a pole of amplitude one
+        self.cancellation = sizes / mass.sum(-1, keepdim=True)  # of a pole of amplitude one
 
     def positive(self, amplitudes: Tensor, share: float) -> Tensor:
         """Return the amplitudes moved towards the two decays until g is at least a share of its smoothed form."""
@@ -344,7 +348,7 @@ def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
     return pad(both, (0, size - both.shape[-1]))
 
 
-# --- 4 and 5. the objective of L-BFGS, in the full and in the short form
+# --- 3. and 4. the objective of L-BFGS, in the full and in the short form
 
 # Keys at the beginning that have a logit of their own in the short form: sinks. 4 or 64 are as good to 0.0002 nats.
 _SINKS = 16
@@ -358,16 +362,16 @@ _TREND_RIDGE = 1e-6
 _CANCELLATION_PENALTY = 1e-3
 # An amplitude, in units of the weights, below which its absolute value is rounded off, so that it has a slope at zero.
 _SMALL_AMPLITUDE = 1e-3
-# Nats over all rows for each distance, of the prior that g equals its smoothed form. It keeps g positive: without it
-# extra KL rises to 0.052 nats, with ten times as much to 0.0088.
+# Weight, in nats over all rows, of the prior at each distance that g equals its smoothed form. It keeps g positive:
+# without it extra KL rises to 0.052 nats, with ten times as much to 0.0088.
 _PRIOR_WEIGHT = 0.1
 
 
 class _KeyLogits:
-    """Key logits alpha by parameters: in the full form themselves, in the short form logits of S keys and trends.
+    """Key logits alpha by their parameters: all of them, or the first S and amplitudes of trends that give the others.
 
-    The trends are decays from key S on, then a constant. Parameters are `origin + scale * x`; the cross-entropy curves
-    by about one nat along each x.
+    The trends of the short form are decays from key S on, then a constant; the full form has none. Parameters are
+    `origin + scale * x`; along each x the cross-entropy curves by about one nat.
     """
 
     def __init__(self, alpha: Tensor, eta_abs: Tensor, *, short: bool):
