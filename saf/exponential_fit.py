@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
 from saf.errors import InputError, check_keywords
-from saf.fit import check_fitter, check_targets, fit_loss, fit_proportional
+from saf.fit import check_fitter, check_targets, fit_loss, fit_proportional, with_ridge
 from saf.lbfgs import minimize
 from saf.patterns import CompactPattern, DampedCosines, ExponentialPattern
 
@@ -182,7 +182,7 @@ def _fit_group(
     return list(zip(fits, objective.measure(optimum), strict=True))
 
 
-# --- tools of several steps
+# --- sums of several steps
 
 
 def _row_and_marginal_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -198,16 +198,6 @@ def _row_and_marginal_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     correlations = torch.fft.irfft(spectra.conj() * torch.fft.rfft(1 / rows, 2 * length), 2 * length)[..., :length]
     # The sum of a column correlates 1 / Z with exp(rho), that of a diagonal with exp(alpha): hence the flip.
     return rows, correlations.flip(0) * factors
-
-
-def _with_ridge(gram: Tensor, share: float) -> Tensor:
-    """Add a share of the trace to the diagonal of matrices `[N, n, n]`, so that they can be inverted.
-
-    Normal equations with a ridge, not `torch.linalg.lstsq`: its default driver reads pivots that PyTorch leaves
-    uninitialised, and equal systems got unequal bits.
-    """
-    ridge = share * gram.diagonal(dim1=1, dim2=2).sum(-1)
-    return gram + ridge[:, None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
 
 
 # --- 1. poles
@@ -261,7 +251,7 @@ def _choose_poles(weights: Tensor, mass: Tensor, num_poles: int, length: int) ->
         used = 2 * pole
         # Least squares on the poles so far; by FFT, the correlation of its residual with every pole of the grid.
         known = atoms[:, :, :used]
-        system = _with_ridge(gram[:, :used, :used], _GREEDY_RIDGE / used)
+        system = with_ridge(gram[:, :used, :used], _GREEDY_RIDGE / used)
         amplitudes = torch.linalg.solve(system, known.mT @ root_mass[..., None])
         residual = (root_mass - (known @ amplitudes).squeeze(-1)) * relative
         spectrum = torch.view_as_real(torch.fft.rfft(residual[:, None] * envelopes, points))
@@ -316,7 +306,7 @@ class _FarWeights:
         relative = mass.sqrt() / weights
         atoms = poles.atoms() * relative[..., None]
         gram, right = atoms.mT @ atoms, (atoms.mT @ mass.sqrt()[..., None]).squeeze(-1)
-        gram = _with_ridge(gram, _RIDGE / gram.shape[-1])
+        gram = with_ridge(gram, _RIDGE / gram.shape[-1])
         decays = len(_DECAYS)  # the first columns: the sines of all poles follow after their cosines
         self.fallback = _two_decays(gram[:, :decays, :decays], right[:, :decays], gram.shape[-1])
         factor = torch.linalg.cholesky(gram)
@@ -384,7 +374,7 @@ class _KeyLogits:
         mass = eta_abs[:, self.count :]
         if short:  # least squares, weighted by attention mass
             weighted = self.trends * mass[:, None]
-            gram = _with_ridge(weighted @ self.trends.mT, _TREND_RIDGE)
+            gram = with_ridge(weighted @ self.trends.mT, _TREND_RIDGE)
             rest = torch.linalg.solve(gram, weighted @ rest[..., None]).squeeze(-1)
         self.origin = torch.cat([first, rest], -1)
         # The Hessian of the cross-entropy in a key's logit is at most its column sum.

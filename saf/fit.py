@@ -198,9 +198,9 @@ def initial_parameters(eta_rel: Tensor) -> tuple[Tensor, Tensor]:
 # Extrapolating over three sweeps, 144 heads of a trained model took 16 sweeps at most, and 54 without (docs/log.md);
 # 500 leave room for harder heads.
 _MEMORY, _MOST_SWEEPS = 3, 500
-# Added to the diagonal of the extrapolation's equations, as a share of its sum: sweeps that hardly differ would make
-# them singular. The second is for sweeps that are all equal. Round numbers, not measured.
-_RIDGE, _RIDGE_OF_NONE = 1e-10, 1e-300
+# Ridge of the extrapolation's equations, as a share of the trace: sweeps that hardly differ would make them singular. A
+# round number, not measured.
+_RIDGE = 1e-10
 # Nats by which a step may move a parameter. A longer extrapolation is rejected. A longer Newton step is shortened: it
 # would take entries so near to zero that the Hessian no longer sees them.
 _LONGEST_STEP = 5.0
@@ -300,13 +300,19 @@ class _Heads:
             return
         # Anderson mixing: point = g - dG^T (dF W dF^T + ridge I)^-1 dF W f of image g, residual f, W = diag(eta).
         weighted = self.residuals * torch.cat([self.eta_abs, self.eta_rel], -1)[:, None]
-        gram = weighted @ self.residuals.mT
-        ridge = _RIDGE * gram.diagonal(dim1=-2, dim2=-1).sum(-1) + _RIDGE_OF_NONE
-        gram = gram + ridge[:, None, None] * torch.eye(_MEMORY, dtype=gram.dtype, device=gram.device)
+        gram = with_ridge(weighted @ self.residuals.mT, _RIDGE)
         coefficients = torch.linalg.solve(gram, weighted @ residual[..., None])
         step = (coefficients * self.images).sum(1)
         short = step.abs().amax(-1) <= _LONGEST_STEP
         self.point = image - torch.where(short[:, None], step, 0.0)
+
+
+def with_ridge(gram: Tensor, share: float) -> Tensor:
+    """Add a share of the trace to the diagonal of matrices `[N, n, n]`, so that they can be inverted."""
+    # Not torch.linalg.lstsq, whose default driver reads pivots that PyTorch leaves uninitialised: equal systems got
+    # unequal bits (docs/log.md). The smallest ridge is for matrices of zeros.
+    ridge = share * gram.diagonal(dim1=1, dim2=2).sum(-1) + 1e-300
+    return gram + ridge[:, None, None] * torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
 
 
 # --- Adam

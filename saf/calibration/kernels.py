@@ -144,7 +144,7 @@ class TileConfig(NamedTuple):
 
 
 def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = SHARED_MEMORY) -> TileConfig:
-    """Return the fastest configuration for `dim` channels, as measured on an H200 (docs/log.md).
+    """Return the fastest configuration for `dim` channels, as measured on an H200.
 
     With less `shared` memory than float32 takes, tiles are smaller, to fit into 99 KiB.
     """
