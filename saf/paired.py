@@ -11,11 +11,12 @@ from saf.errors import CompareError, InputError
 
 RESAMPLES = 10_000
 """Bootstrap draws behind an interval: 250 lie beyond each end of 95%. A round number, not from the paper."""
+# Lags in a row without significant correlation that must follow the last significant lag (Politis and White).
 _NOISE_LAGS = 5
-"""Lags in a row without significant correlation that must follow the last significant lag (Politis and White)."""
+# Blocks of a resample; fewer of them hardly differ from the whole.
 _FEWEST_BLOCKS = 3
-"""Blocks of a resample; fewer of them hardly differ from the whole."""
-_DRAWS_AT_ONCE = 4_194_304  # held in memory together
+# Draws held in memory together, 8 bytes each.
+_DRAWS_AT_ONCE = 4_194_304
 
 
 # --- perplexity, over windows of text
@@ -57,9 +58,12 @@ def block_length(values: Tensor) -> int:
     farthest = min(math.isqrt(count) + _NOISE_LAGS, count - 1)
     covariances = torch.stack([deviations[lag:] @ deviations[: count - lag] / count for lag in range(farthest + 1)])
     significant = (covariances.abs() > 2.0 * math.sqrt(math.log10(count) / count) * covariances[0]).tolist()
+    # The smallest lag behind which none of the next five is significant.
     last = next(lag for lag in range(farthest + 1) if not any(significant[lag + 1 : lag + 1 + _NOISE_LAGS]))
     lags = torch.arange(1, min(2 * last, farthest) + 1, dtype=torch.float64)
-    weighted = 2.0 * (2.0 - 2.0 * lags / (2 * last or 1)).clamp(max=1.0) * covariances[1 : len(lags) + 1]
+    # The flat-top window: 1 up to lag `last`, then falling to 0 at twice that. 2.0 stands for both signs of a lag.
+    window = (2.0 - 2.0 * lags / (2 * last or 1)).clamp(max=1.0)
+    weighted = 2.0 * window * covariances[1 : len(lags) + 1]
     variance, own = float(covariances[0] + weighted.sum()), float(covariances[0])
     if variance <= own:  # independent or opposite neighbours: single draws have the wider interval
         return 1
@@ -103,11 +107,12 @@ def paired_tasks(ordinary: Tasks, frozen: Tasks) -> dict[str, Any]:
     Questions have p-values corrected over tasks, too (`p_holm`). Raises CompareError where no task is of both.
     """
     tasks: dict[str, Any] = {}
-    for name in [name for name in ordinary if name in frozen]:
-        (one, answers), (other, others) = ordinary[name], frozen[name]
-        tasks[name] = {key: one[key] for key in ("labels", "answers") if key in one}
-        tasks[name] |= {key: [one[key], other[key]] for key in ("accuracy", "taken") if key in one}
-        tasks[name] |= paired_answers(answers, others)
+    for name, (before, answers_before) in ordinary.items():
+        if name in frozen:
+            after, answers_after = frozen[name]
+            task = {key: before[key] for key in ("labels", "answers") if key in before}
+            task |= {key: [before[key], after[key]] for key in ("accuracy", "taken") if key in before}
+            tasks[name] = task | paired_answers(answers_before, answers_after)
     if not tasks:
         raise CompareError(f"both models must answer the same tasks, got {list(ordinary)} and {list(frozen)}")
     tested = [task for task in tasks.values() if "p_value" in task]
@@ -130,24 +135,26 @@ def paired_answers(ordinary: Sequence[Mapping[str, Any]], frozen: Sequence[Mappi
         counts = " and ".join(str(len(each)) for each in questions)
         raise CompareError(f"both models must answer the same questions, got different questions ({counts})")
     pairs = zip(ordinary, frozen, queries, strict=True)
-    changes = [(int(after["right"]) - int(before["right"])) / several for before, after, several in pairs]
+    changes = [(int(after["right"]) - int(before["right"])) / num_queries for before, after, num_queries in pairs]
     count, gain, squares = len(changes), math.fsum(changes), math.fsum(change**2 for change in changes)
     # Half a unit more that is gained, half that is lost, one unchanged (Agresti and Min, 2005): where few or none
     # change, the plain interval is too narrow, or has no width at all.
     middle, reach = gain / (count + 2), 1.96 * _standard_error(squares + 1, gain, count + 2)
     gained, lost = sum(change > 0 for change in changes), sum(change < 0 for change in changes)
-    return {
+    record = {
         "questions": sum(queries),
         "difference": gain / count,
         "standard_error": _standard_error(squares, gain, count),
         "ci95": [middle - reach, middle + reach],
         "gained": gained,
         "lost": lost,
-        **({"p_value": mcnemar(gained, lost)} if set(queries) == {1} else {}),
     }
+    # McNemar's test counts pairs that are right or wrong; an example of recall may be right in part.
+    return record | {"p_value": mcnemar(gained, lost)} if set(queries) == {1} else record
 
 
 def _standard_error(squares: float, gain: float, count: float) -> float:
+    # Rounding may leave a variance of zero below zero.
     return math.sqrt(max(squares / count - (gain / count) ** 2, 0.0) / count)
 
 
