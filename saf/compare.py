@@ -129,7 +129,7 @@ def _header(
 def _perplexity_change(*pair: RecordedRun) -> Record:
     (one, losses), (other, frozen_losses) = (read_evaluation(run.folder) for run in pair)
     for run, record in zip(pair, (one, other), strict=True):
-        # `saf evaluate --out RUN` may have overwritten the files of the run's end by those of an earlier checkpoint.
+        # Files of another evaluation, copied here, would otherwise be compared as those of the run's end.
         if not math.isclose(record["loss"], expected := run.finished_result()["report_loss"], rel_tol=1e-6):
             ends = f"of the run's end, whose loss is {expected:.6f}, got one of {record['loss']:.6f}"
             raise InputError(f"{run.folder / EVALUATION} must be {ends}; take all files of the run")

@@ -130,7 +130,7 @@ def train_bpe(texts: Sequence[str], *, vocab_size: int) -> Tokenizer:
     """
     from tokenizers import pre_tokenizers, trainers
 
-    # The alphabet is all 256 bytes, so that any text can be encoded; sorted, since its order decides the ids.
+    # The alphabet is all 256 bytes, so that any text can be encoded; sorted, since it comes in a random order.
     backend, alphabet = _byte_level(), sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size, special_tokens=[EOT], initial_alphabet=alphabet, show_progress=False

@@ -368,7 +368,7 @@ def _quality_examples(place: str, record: Record) -> Iterator[Example]:
             id=str(question.get("question_unique_id", f"{place}, question {index}")),
             text=article,
             question=f"\nQuestion: {question['question'].strip()}{listed}\nAnswer:",
-            # Letters are of one token each: long options would be less probable for their length alone.
+            # Letters, since long options would be less probable for their length alone.
             choices=tuple(f" {letter}" for letter in letters),
             answer=question["gold_label"] - 1,
         )
