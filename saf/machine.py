@@ -228,13 +228,13 @@ def visible_devices() -> tuple[str, ...]:
     return tuple(name for name in named.split(",") if name)
 
 
-def nvidia_smi(query: str, *options: str, seconds: float = 5) -> str:
-    """Return the output of nvidia-smi, a line a GPU; "" where it is missing, fails or takes longer than `seconds`.
-
-    It creates no context on a device and takes none of its memory.
-    """
-    words = ["nvidia-smi", *options, f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+def driver_version() -> str | None:
+    """Return the version of the NVIDIA driver; None where nvidia-smi is missing, fails or takes longer than 20 s."""
+    # nvidia-smi creates no context on a device, which would take memory there. It prints a line for each GPU; all have
+    # one driver.
+    words = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader,nounits"]
     try:
-        return subprocess.run(words, capture_output=True, text=True, check=True, timeout=seconds).stdout
+        lines = subprocess.run(words, capture_output=True, text=True, check=True, timeout=20).stdout
     except (OSError, subprocess.SubprocessError):
-        return ""
+        return None
+    return lines.split("\n")[0].strip() or None

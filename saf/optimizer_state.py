@@ -48,7 +48,8 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
         for name, state in optimizer.state.get(parameter, {}).items():
             if state is None or isinstance(state, int | float | str):
                 continue
-            plain = type(state) in (Tensor, nn.Parameter, type(parameter.data))  # not 8-bit, not a list of factors
+            # Rows of 8-bit state or of factored moments do not belong to heads, so they cannot follow them.
+            plain = type(state) in (Tensor, nn.Parameter, type(parameter.data))
             if not plain or (state.dim() > 0 and state.shape != parameter.shape):
                 kind = type(_inner_optimizer(optimizer)).__name__
                 expected = f"a plain tensor of its weight's shape {list(parameter.shape)}, got {shown(state)}"

@@ -32,7 +32,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, rank_and_size
 from saf.errors import InputError, UnsupportedError
-from saf.machine import Call, Execution, device_name, nvidia_smi
+from saf.machine import Call, Execution, device_name, driver_version
 from saf.ops.frozen_heads import BACKENDS
 from saf.records.files import to_json, write_json
 from saf.records.result import result_header
@@ -388,8 +388,7 @@ def _environment(execution: Execution) -> Row:
     result: Row = {"device": device_name(execution.device), "driver": None, "processes": rank_and_size()[1]}
     if execution.device.type == "cuda":
         properties = torch.cuda.get_device_properties(execution.device)
-        # nvidia-smi prints a line for each GPU; all have one driver.
-        result["driver"] = nvidia_smi("driver_version", seconds=20).split("\n")[0].strip() or None
+        result["driver"] = driver_version()
         result |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
     return result
 

@@ -103,10 +103,9 @@ def _json_line(record: Mapping[str, Any]) -> bytes:
     return (json.dumps(to_json(record), allow_nan=False) + "\n").encode()
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> Path:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Path:
     """Write named tensors as one safetensors file."""
-    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
-    return write_atomically(path, save(plain, metadata=dict(metadata) if metadata else None))
+    return write_atomically(path, save({name: each.detach().cpu().contiguous() for name, each in tensors.items()}))
 
 
 # --- reading
@@ -178,10 +177,10 @@ def _parsed(path: Path, number: int, line: bytes) -> dict[str, Any]:
 
 
 def read_tensors(
-    path: Path, *, device: torch.device | str = "cpu", error: type[SafError] = InputError, advice: str = ""
+    path: Path, *, device: torch.device | str = "cpu", error: type[SafError] = InputError
 ) -> dict[str, Tensor]:
     """Read every tensor of a safetensors file onto `device`; errors are those of `read_json`."""
-    with _reading(path, error, advice), safe_open(path, framework="pt", device=str(device)) as file:
+    with _reading(path, error, ""), safe_open(path, framework="pt", device=str(device)) as file:
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - it cannot be iterated itself
 
 

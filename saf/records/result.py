@@ -70,7 +70,10 @@ def read_result(path: Path) -> dict[str, Any]:
 
 @cache
 def source_hash() -> str:
-    """Return the SHA-256 of the package's Python sources, names included, as a process first found them."""
+    """Return the SHA-256 of the package's Python sources, names included, as a process first found them.
+
+    It names the code where there is no commit: an installed package, or a checkout with edits.
+    """
     root = Path(saf.__file__).parent
     digest = hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
@@ -82,8 +85,9 @@ def source_hash() -> str:
 def commit() -> str | None:
     """Return the commit of the checkout that the package runs from, with "+" when `saf` or `experiments` was edited.
 
-    None outside a checkout. Cached: what is edited after a process loaded its modules did not run.
+    None outside a checkout.
     """
+    # Cached: what is edited after a process loaded its modules did not run.
     root = Path(saf.__file__).parents[1]
     if not (root / ".git").exists():
         return None
@@ -134,6 +138,7 @@ def command() -> str:
     else:  # an installed command
         words = [path.name]
     for word in sys.argv[1:]:
+        # Results are committed: they must not name folders of the machine that measured them.
         flag, equals, value = word.rpartition("=")
         words.append(f"{flag}{equals}{Path(value).name if Path(value).is_absolute() else value}")
     return shlex.join(words)

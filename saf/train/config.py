@@ -22,9 +22,6 @@ from saf.schedules import OneTime, Schedule, schedule_from_dict, schedule_to_dic
 from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask, Task
 from saf.tasks.multiple_choice import PATHS
 
-SCHEMA = "saf.run/1"
-"""Of config.json."""
-
 
 @dataclass(kw_only=True)
 class TrainConfig:
@@ -361,7 +358,7 @@ def run_config(
         names = ("schedule", "rewarm", "calibration_sequences", "calibration_source", "heldout_sequences")
         freeze = {**settings["freeze"], "freeze_at": config.freeze_update, **{name: settings[name] for name in names}}
     return {
-        "schema": SCHEMA,
+        "schema": "saf.run/1",
         "model": asdict(model),
         "train": train,
         "freeze": freeze,

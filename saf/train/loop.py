@@ -62,6 +62,7 @@ def pretrain(config: TrainConfig, *, resume: bool = False) -> dict[str, Any]:
             try:
                 finished = _train(run, stop)
             except DivergenceError as error:
+                # Nothing of that update was applied, and updates before it had finite losses.
                 good = latest(run.checkpoints) or config.parent or "the beginning"
                 raise DivergenceError(f"{error}. Go on from {good} with a lower peak_lr") from None
             except torch.OutOfMemoryError as error:
@@ -205,9 +206,10 @@ def _apply_and_record_(run: Run, event: Event) -> Outcome:
     """Apply one event and record it, with the controller loss before and after."""
     before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
     with run.elapsed("freeze"), run.updater.parallel.whole(moments=True):
+        # An edit that fails on one rank is undone on all: none trains on with other heads than the rest.
         with all_ranks_or_raise():
             change = apply_event(run, event)
-        run.updater.compile_()
+        run.updater.compile_()  # still inside `whole`: the new engine takes the gathered weights over
     after = run.controller_loss(f"after_{event.kind}", batches=event.batches)
     losses = {"loss_before": before, "loss_after": after}
     with run.elapsed("freeze"):
@@ -288,6 +290,7 @@ def _freeze(trainer: TrainerLike, event: Freeze, guard: list[Tensor] | None) -> 
     if "outputs" in freeze.needs:
         inputs["outputs"] = trainer.task.heldout()
     heldout = trainer.task.heldout() if freeze.uses_joint_cost and guard is None else guard
+    # Attention is measured in the precision in which it trains.
     with trainer.execution.autocast():
         trainer.say(str(plan_calibration(trainer.model, batches, collect=freeze.collect)))
         report = freeze_(
@@ -299,6 +302,7 @@ def _freeze(trainer: TrainerLike, event: Freeze, guard: list[Tensor] | None) -> 
             accept_loss=guard is None,
             score_inputs=inputs,
             max_heads=event.first,
+            # One event that freezes nothing is an error. Of several, a later one may find no head that is left.
             allow_empty=event.below is not None or not isinstance(schedule, OneTime) or freeze.asks_for_none,
         )
     return Change(
@@ -316,20 +320,14 @@ def _settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
     """Return the run's settings with the event's own kind, heads, count and limit."""
     freeze = replace(freeze, operation=event.kind)
     if event.among is not None:
-        # The conditions on all heads applied when these were chosen. The two forms differ where a head does not fit:
-        # heads that the settings name are then refused, others are skipped.
-        named = freeze.heads is not None
-        freeze = replace(
-            freeze,
-            heads=event.among if named else None,
-            only=freeze.only if named else event.among,
-            count=freeze.count if named else len(event.among),
-            exclude=(),
-            max_per_layer=None,
-            match=None,
-            match_heads=None,
-            below=None,
-        )
+        # The conditions on all heads applied when these were chosen. Heads that the settings name are refused where one
+        # does not fit; others are skipped.
+        free = {"heads": None, "exclude": (), "max_per_layer": None, "match": None, "match_heads": None, "below": None}
+        if freeze.heads is not None:
+            chosen: dict[str, Any] = {"heads": event.among}
+        else:
+            chosen = {"only": event.among, "count": len(event.among)}
+        freeze = replace(freeze, **(free | chosen))
     if event.below is not None:
         freeze = replace(freeze, below=event.below)
     return freeze if event.count is None else replace(freeze, count=event.count)
@@ -337,7 +335,7 @@ def _settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
 
 def _undo(trainer: TrainerLike, event: Undo) -> Change:
     """Make the heads of an earlier event of this run live again, with the rows and moments that they had then."""
-    recorded = on_rank0(lambda: trainer.events)
+    recorded = on_rank0(lambda: trainer.events)  # other machines may see the file later
     undoable = {record.number: record for record in recorded if record.kind in ("freeze", "prune")}
     if event.event not in undoable:
         raise InputError(f"an event to undo must be one of {sorted(undoable)}, got {event.event}")

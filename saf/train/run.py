@@ -114,7 +114,8 @@ class Run:
         An ordinary arm leaves out as many, so that both are timed over the same updates.
         """
         begin = max(self.start, self.heads_changed or 0, self.config.freeze_update or 0)
-        begin = begin if begin < self.config.updates else self.start
+        if begin >= self.config.updates:
+            begin = self.start  # no update follows the event: those before it are timed
         return begin + 1 + untimed_updates(self.config.updates - begin)
 
     @property
@@ -145,6 +146,7 @@ class Run:
         if on_rank0(path.exists):
             return
         with self.elapsed("checkpoint"):
+            # All that makes a resumed run the same, bit for bit, besides weights and moments.
             state = {
                 "update": self.update,
                 "tokens": self.tokens,
@@ -177,14 +179,14 @@ class Run:
 
 # --- time
 
-PARTS = {
-    "load": "opening data, building or restoring the model, reading logs",
-    "train": "updates, and the time between them",
-    "compile": "updates that compile",
-    "freeze": "events: calibration, scores, selection, fits, installation, and recording them",
-    "evaluate": "losses on the controller's windows, those around events and after the last update included",
-    "checkpoint": "writing checkpoints, but for the last one",
-}
+PARTS: tuple[str, ...] = (
+    "load",  # opening data, building or restoring the model, reading logs
+    "train",  # updates, and the time between them
+    "compile",  # updates that compile
+    "freeze",  # events: calibration, scores, selection, fits, installation, and recording them
+    "evaluate",  # losses on the controller's windows, those around events and after the last update included
+    "checkpoint",  # writing checkpoints, but for the last one
+)
 """The parts of a run's elapsed time. Reports and the last checkpoint are in none."""
 
 
@@ -218,7 +220,7 @@ class Elapsed:
     def __call__(self, part: str | None) -> Iterator[None]:
         """Count a block under `part`, unless nothing counts at the moment; then go on with the part before."""
         outer = self._part
-        self.enter(outer and part)
+        self.enter(None if outer is None else part)
         try:
             yield
         finally:
@@ -239,9 +241,14 @@ class Elapsed:
         parts = self.parts
         both = _sum(parts, self.parent or {})
         everything = sum(both.values())
+        # Loading and compiling take the same seconds in a run of minutes and of days.
         warm = everything - both["load"] - both["compile"]
-        clocks = {"everything": {"seconds": everything}, "warm": {"seconds": warm}}
-        return {**clocks, "parts": parts, "parent_parts": self.parent}
+        return {
+            "everything": {"seconds": everything},
+            "warm": {"seconds": warm},
+            "parts": parts,
+            "parent_parts": self.parent,
+        }
 
 
 def with_freeze(state: Mapping[str, Any], seconds: float) -> dict[str, Any]:
@@ -356,6 +363,7 @@ def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any
     that differ from the settings.
     """
     config, metrics, events = run.config, read_lines(run.folder / "metrics.jsonl"), run.events
+    # The checkpoint that a comparison looks for: that from which a frozen arm and its ordinary arm went on.
     branch = None if config.freeze_update is None else run.checkpoints / step_name(config.freeze_update)
     branched = checkpoint_hash(branch) if branch and (branch / MANIFEST).is_file() else None
     saved = {"parent": run.parent_hash, "branch": branched, "final": checkpoint_hash(final)}
@@ -364,8 +372,12 @@ def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any
     settings, device = config.to_dict(), device_name(run.execution.device)
     header = result_header("run", settings, device=device, checkpoints=saved, data=data)
     frozen, pruned = (adapter_for(run.model).heads(kind).to_list() for kind in EDITED)
-    names = {"patterns_hash": _patterns_hash(events), "heads": frozen, "pruned": pruned, "seed": config.seed}
-    header["provenance"] |= names
+    header["provenance"] |= {
+        "patterns_hash": _patterns_hash(events),
+        "heads": frozen,
+        "pruned": pruned,
+        "seed": config.seed,
+    }
     last = [line["loss"] for line in metrics[-max(1, min(100, config.updates // 20)) :]]
     paths = {update: run.report_path(update) for update in config.report_at}
     reports = {update: read_json(path) if path.is_file() else None for update, path in paths.items()}
@@ -414,9 +426,14 @@ def _update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str,
     if not timed:
         return None
     seconds = [line["update_seconds"] for line in timed]
-    cuts = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
-    spread = {"median": cuts[4], "p20": cuts[1], "p80": cuts[7]}
-    return {**spread, "first_update": timed[0]["update"], "last_update": timed[-1]["update"]}
+    deciles = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9  # of one, all are it
+    return {
+        "median": deciles[4],
+        "p20": deciles[1],
+        "p80": deciles[7],
+        "first_update": timed[0]["update"],
+        "last_update": timed[-1]["update"],
+    }
 
 
 def _intervention(events: list[EventRecord]) -> dict[str, Any]:
@@ -426,7 +443,8 @@ def _intervention(events: list[EventRecord]) -> dict[str, Any]:
     """
     seconds: dict[str, float] = {}
     for event in events:
-        seconds |= {name: seconds.get(name, 0.0) + cost for name, cost in event.seconds.items()}
+        for part, cost in event.seconds.items():
+            seconds[part] = seconds.get(part, 0.0) + cost
     around = [(event.values.get("loss_before"), event.values.get("loss_after")) for event in events]
     rises = [after - before for before, after in around if before is not None and after is not None]
     return {
@@ -443,4 +461,6 @@ def _intervention(events: list[EventRecord]) -> dict[str, Any]:
 def _patterns_hash(events: list[EventRecord]) -> str | None:
     """Return the SHA-256 of the tensors of the freezes that were not undone: of one file, or of the files' hashes."""
     hashes = [file_hash(event.tensors_path) for event in events if event.undone_by is None and event.tensors_path]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest() if len(hashes) > 1 else next(iter(hashes), None)
+    if len(hashes) > 1:
+        return hashlib.sha256("".join(hashes).encode()).hexdigest()
+    return hashes[0] if hashes else None

@@ -80,7 +80,10 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
         # Ranks that differ would train one model by several settings, or wait for each other forever.
-        _check_ranks_agree({**config.to_dict(), "data's fingerprint": task.fingerprint})
+        first, *others = all_gather({**config.to_dict(), "data's fingerprint": task.fingerprint})
+        for rank, settings in enumerate(others, 1):
+            if differing := "; ".join(mismatches(first, settings)):
+                raise InputError(f"process {rank} must have the settings and data of the first one: {differing}")
         _check_early(config, execution, task)
         parallel = parallel_of(config.parallel, parameters=shape.num_parameters, execution=execution)
         _check_memory(config, execution, shape, parallel)
@@ -157,13 +160,6 @@ def _check_folder(folder: Path, config: TrainConfig, *, resume: bool) -> None:
         check_same_run(config, read_run_config(folder)["settings"])
 
 
-def _check_ranks_agree(settings: dict[str, Any]) -> None:
-    first, *others = all_gather(settings)
-    for rank, own in enumerate(others, 1):
-        if differing := "; ".join(mismatches(first, own)):
-            raise InputError(f"process {rank} must have the settings and data of the first one: {differing}")
-
-
 def _check_early(config: TrainConfig, execution: Execution, task: Task) -> None:
     """Raise before training for what would fail at the first event or update."""
     freeze = config.freeze
@@ -187,6 +183,7 @@ def check_freeze(config: Any, execution: Execution) -> None:
             raise InputError(f"{' and '.join(wrong)} must be {reason}")
     if freeze.whole_groups and schedule is not None and not isinstance(schedule, OneTime):
         raise InputError(f"whole_groups needs a one_time schedule, got {schedule.name}, which may split a KV group")
+    # Weights are float32 in either case: attention computes in the precision of autocast.
     dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
     if freeze.operation == Freeze.kind:
         choose_backend(freeze.backend, device=execution.device, dtypes=[dtype], trainable=freeze.trainable)
@@ -270,6 +267,7 @@ def _parent_entry(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]
     if config.fresh:
         return {**entry, "update": 0, "weights_of_update": checkpoint.update}
     done, budget = checkpoint.update, config.update_budget
+    # Heads may be frozen at the very end of a parent, with no update after it.
     over = done >= config.updates if config.freeze is None else done > config.updates
     if over and budget is None and config.time_budget_seconds is None:
         raise InputError(f"updates must be above the {done} that the parent has done, got {config.updates}")
@@ -290,11 +288,13 @@ def _build(
         model = checkpoint.model(execution.device, backend=named)
     else:
         model = GPT.skip_init(shape)
+        # Drawn on the CPU, so that a seed means the same weights on every device.
         model.reset_parameters(torch.Generator().manual_seed(config.seed))
         model.to(execution.device)
     for site in adapter_for(model).sites():
         site.pin(config.kernel)
     if checkpoint and origin.state:
+        # Whole moments take 8 bytes a parameter, which fsdp is for not having on every device.
         return model, checkpoint.optimizer(model, device="cpu" if moments_on_cpu else None)
     return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
 
