@@ -355,6 +355,10 @@ def errors(records: Sequence[Record]) -> Tables:
 
 TABLES: dict[str, Callable[[Sequence[Record]], Tables]] = {
     **{kind: partial(speeds, kind=kind) for kind in SPEEDS},
-    **{"finetune": finetuning, "nanogpt": nanogpt, "compile": compilation, "calibration": freezing, "errors": errors},
+    "finetune": finetuning,
+    "nanogpt": nanogpt,
+    "compile": compilation,
+    "calibration": freezing,
+    "errors": errors,
 }
 """The tables of each kind of record."""

@@ -20,8 +20,12 @@ from experiments.records import Record
 from experiments.tables import RecipeTable
 
 STYLE: Any = {
-    **{"svg.fonttype": "none", "svg.hashsalt": "saf"},  # the same picture has the same ids
-    **{"font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False},
+    "svg.fonttype": "none",
+    "svg.hashsalt": "saf",  # the same picture has the same ids
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
 }
 
 

@@ -96,8 +96,10 @@ PAGES = {
         "comparison is refused where two equal models differed by more than 1%. The paper's systems figures are of "
         "one GH200 against flash attention: compare signs and trends.",
         benchmarks={
-            **{"update": "Updates: speed", "nanogpt": "Updates: beside nanoGPT"},
-            **{"compile": "Compilation after an event", "finetune": "Finetuning updates: speed"},
+            "update": "Updates: speed",
+            "nanogpt": "Updates: beside nanoGPT",
+            "compile": "Compilation after an event",
+            "finetune": "Finetuning updates: speed",
         },
     ),
     "inference": Page(
@@ -127,7 +129,7 @@ SERIES = {
     "small": "232M tokens, eight readings of one text, which the models overfit: no measure of freezing.",
 }
 """The text above the first table of a series of runs."""
-SPEED_COLUMNS = {**{"speedup": "", "share of time": "share of time ", "cache": "cache ", "paper": "paper "}}
+SPEED_COLUMNS = {"speedup": "", "share of time": "share of time ", "cache": "cache ", "paper": "paper "}
 MEMORY_COLUMNS = {"peak memory": "", "against ordinary": "", "paper": "paper "}
 """Columns of benchmarks that pages show, with the word before each number in a cell; cells.csv has all columns."""
 PAGE_TABLES = ("Perplexity and healing",)

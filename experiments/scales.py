@@ -54,8 +54,15 @@ class Scale:
 
 
 _SHORT: Settings = {
-    **{"peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "accumulation": 1, "calibration_sequences": 32},
-    **{"log_every": 200, "eval_every": 0, "save_every": 0, "token_losses": False},
+    "peak_lr": 1e-3,
+    "min_lr_ratio": 0.1,
+    "warmup": 0.1,
+    "accumulation": 1,
+    "calibration_sequences": 32,
+    "log_every": 200,
+    "eval_every": 0,
+    "save_every": 0,
+    "token_losses": False,
 }
 """For runs shorter than the paper's: their warm-up is a share of their updates."""
 _34M: Settings = {"model": "124m", "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512}}
@@ -69,9 +76,18 @@ SCALES = {
             # The paper's app:controlled-pretraining-details. Its controls have other batches and another data order:
             # `CONTROLS` in arms.py.
             settings={
-                **{"model": "124m", "model_overrides": {"vocab_size": 50_304}, "updates": 5_000, "sampler": "random"},
-                **{"peak_lr": 6e-4, "min_lr_ratio": 0.1, "warmup": 500, "eval_every": 250, "save_every": 250},
-                **{"calibration_sequences": 32, "calibration_source": "train", "report_tokens": 2_449_408},
+                "model": "124m",
+                "model_overrides": {"vocab_size": 50_304},
+                "updates": 5_000,
+                "sampler": "random",
+                "peak_lr": 6e-4,
+                "min_lr_ratio": 0.1,
+                "warmup": 500,
+                "eval_every": 250,
+                "save_every": 250,
+                "calibration_sequences": 32,
+                "calibration_source": "train",
+                "report_tokens": 2_449_408,
             },
             contexts={
                 1_024: {"length": 1_024, "batch_size": 32, "accumulation": 15},
@@ -115,8 +131,14 @@ SCALES = {
             name="124m",
             # The paper's model, with a higher rate for short runs: 640 updates are 84M tokens.
             settings={
-                **{**_SHORT, "model": "124m", "model_overrides": {"vocab_size": 50_304}, "accumulation": 2},
-                **{"eval_every": 80, "save_every": 160, "log_every": 80, "compile": "layers"},
+                **_SHORT,
+                "model": "124m",
+                "model_overrides": {"vocab_size": 50_304},
+                "accumulation": 2,
+                "eval_every": 80,
+                "save_every": 160,
+                "log_every": 80,
+                "compile": "layers",
             },
             contexts={
                 4_096: {"length": 4_096, "batch_size": 16, "updates": 640},
@@ -134,8 +156,16 @@ SCALES = {
             settings={
                 "model": "tiny",
                 "model_overrides": {"num_layers": 2, "num_heads": 8, "hidden_size": 32},
-                **{"batch_size": 4, "updates": 8, "peak_lr": 3e-3, "warmup": 2, "eval_every": 0, "save_every": 0},
-                **{"eval_windows": 4, "calibration_sequences": 4, "heldout_sequences": 4, "tensorboard": False},
+                "batch_size": 4,
+                "updates": 8,
+                "peak_lr": 3e-3,
+                "warmup": 2,
+                "eval_every": 0,
+                "save_every": 0,
+                "eval_windows": 4,
+                "calibration_sequences": 4,
+                "heldout_sequences": 4,
+                "tensorboard": False,
                 "quiet": True,
             },
             contexts={1_024: {"length": 32}, 4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},

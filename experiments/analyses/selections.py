@@ -64,7 +64,9 @@ class Stability(Analysis):
         variance = (a * b * (width - a) * (width - b)).sum() / (width**2 * max(1, width - 1))
         return {
             **self.header(files={role: events_file(path) for role, path in paths.items()}),
-            **{"of": [self.first, self.second], "first": len(one), "second": len(other)},
+            "of": [self.first, self.second],
+            "first": len(one),
+            "second": len(other),
             "overlap": len(one & other),
             "expected": float((a * b).sum() / width),
             "standard_deviation": float(np.sqrt(variance)),

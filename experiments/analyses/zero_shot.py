@@ -353,7 +353,10 @@ def _facts(report: FreezeReport, score: str, rate: float, eligible: int) -> dict
         "variance_median": [float(statistics.variance[head]) for head in heads],
     }
     return {
-        **{"name": f"{score} {label}", "score": score, "rate": rate, "share": len(heads) / eligible},
+        "name": f"{score} {label}",
+        "score": score,
+        "rate": rate,
+        "share": len(heads) / eligible,
         "heads": heads.to_list(),
         "seconds": sum(report.seconds.values()),
         "layer_thirds": [sum(3 * layer // layers == third for layer, _ in heads) for third in range(3)],

@@ -101,8 +101,11 @@ RECIPES["joint_cost"] = Recipe(
             does="experiments.analyses joint-cost",
             on=MIDPOINT,
             settings={
-                **{"first": run_of("4k-residual-cosine-25"), "second": run_of("4k-mean-25")},
-                **{"sequences": 32, "windows": 16, "skip": 16},
+                "first": run_of("4k-residual-cosine-25"),
+                "second": run_of("4k-mean-25"),
+                "sequences": 32,
+                "windows": 16,
+                "skip": 16,
             },
             scaled={"smoke": {"skip": 2}},
             numbers=(
@@ -279,14 +282,21 @@ RECIPES["qwen_zeroshot"] = Recipe(
             does="experiments.analyses zero-shot",
             on=(_QWEN,),
             settings={
-                **{"data": _TEXT, "scores": ("variance", "forward_kl"), "rates": (0.1, 0.2, 0.3), "sequences": 512},
+                "data": _TEXT,
+                "scores": ("variance", "forward_kl"),
+                "rates": (0.1, 0.2, 0.3),
+                "sequences": 512,
                 "task_data": QUESTIONS,
             },
             scaled={
                 "small": {"sequences": 128, "questions": 500},
                 "smoke": {
                     "on": (checkpoint("4k-ordinary", 1.0),),
-                    **{"data": DATA, "rates": (0.25, 0.5), "max_fit_kl": 10.0, "too_long": "cut", "batch_size": 4},
+                    "data": DATA,
+                    "rates": (0.25, 0.5),
+                    "max_fit_kl": 10.0,
+                    "too_long": "cut",
+                    "batch_size": 4,
                 },
             },
             numbers=tuple(_qwen_numbers()),
@@ -303,17 +313,33 @@ RECIPES["qwen_zeroshot"] = Recipe(
 
 _SMOLLM2, _GEMMA, _OTHER = "smollm2-135m", "gemma-3-270m", "wikitext-2.txt"
 _HEALED = {
-    **{"scores": ("joint_cost", "variance", "variance_spread", "forward_kl", "random"), "controls": True},
-    **{"rates": (0.05, 0.1, 0.2, 0.3), "sequences": 32, "length": 1_024, "windows": 128, "heal": 2_457_600},
-    **{"too_long": "cut", "other": _OTHER, "task_data": QUESTIONS},
+    "scores": ("joint_cost", "variance", "variance_spread", "forward_kl", "random"),
+    "controls": True,
+    "rates": (0.05, 0.1, 0.2, 0.3),
+    "sequences": 32,
+    "length": 1_024,
+    "windows": 128,
+    "heal": 2_457_600,
+    "too_long": "cut",
+    "other": _OTHER,
+    "task_data": QUESTIONS,
 }
 
 
 def _pretrained(model: str, **settings: object) -> Measurement:
     smoke = {
         "on": (checkpoint("4k-ordinary", 1.0),),
-        **{"data": DATA, "other": DATA, "questions": 2, "batch_size": 4, "sequences": 8, "length": 32},
-        **{"rates": (0.5,), "tasks": ("piqa", "sst2"), "choosing": 4, "windows": 4, "heal": 256},
+        "data": DATA,
+        "other": DATA,
+        "questions": 2,
+        "batch_size": 4,
+        "sequences": 8,
+        "length": 32,
+        "rates": (0.5,),
+        "tasks": ("piqa", "sst2"),
+        "choosing": 4,
+        "windows": 4,
+        "heal": 256,
     }
     return Measurement(
         name=model,

@@ -171,13 +171,18 @@ RECIPES["representation"] = Recipe(
 )
 
 PATTERNS = {
-    **{"mean": "mean", "sharp-mean": "sharp_mean", "gaussian": "gaussian", "dirichlet": "dirichlet"},
+    "mean": "mean",
+    "sharp-mean": "sharp_mean",
+    "gaussian": "gaussian",
+    "dirichlet": "dirichlet",
     "structured-random": "structured_random",
 }
 """Patterns by their names in arms; the values are the names in analyses and in `saf.targets`."""
 _RATES = ("10", "25", "50", "75")
 _DISTANCES = {
-    **{"squared_error": "squared error", "kl": "KL from the mean", "hellinger": "squared Hellinger"},
+    "squared_error": "squared error",
+    "kl": "KL from the mean",
+    "hellinger": "squared Hellinger",
     "total_variation": "total variation",
 }
 # The paper's numbers by pattern and rate; it gives no others.
@@ -235,7 +240,8 @@ RECIPES["rates_and_patterns"] = Recipe(
             does="experiments.analyses geometry",
             on=(checkpoint("4k-ordinary", 0.5),),
             settings={
-                **{"sequences": 32, "rates": tuple(int(rate) / 100 for rate in _RATES)},
+                "sequences": 32,
+                "rates": tuple(int(rate) / 100 for rate in _RATES),
                 "costs": _changes(_RATES, tuple(PATTERNS)),
             },
             scaled={"smoke": {"rates": (0.25, 0.5), "costs": _changes(("25", "50"), ("mean", "dirichlet"))}},

@@ -41,9 +41,18 @@ def _updates(task: str) -> Measurement:
         name=f"updates on {TITLES[task]}",
         does="benchmarks.finetuning",
         settings={
-            **{"task": task, "data": file_of(task, "train"), "test": file_of(task, "test"), "tokenizer": DATA},
-            **{"model": "124m", "length": CONTEXTS[k], **settings["paper"], "rates": _RATES},
-            **{"orders": _ORDERS, "others": (), "memory": True, "pairs": 6},
+            "task": task,
+            "data": file_of(task, "train"),
+            "test": file_of(task, "test"),
+            "tokenizer": DATA,
+            "model": "124m",
+            "length": CONTEXTS[k],
+            **settings["paper"],
+            "rates": _RATES,
+            "orders": _ORDERS,
+            "others": (),
+            "memory": True,
+            "pairs": 6,
         },
         scaled={
             "small": {"pairs": 4, "seconds": 540.0},
@@ -108,8 +117,13 @@ RECIPES["finetuning_schedules"] = Recipe(
 )
 
 _MODELS = {
-    **{"ordinary": "ordinary", "mean-25": "mean 25%", "mean-50": "mean 50%", "pruned-25": "pruning 25%"},
-    **{"pruned-50": "pruning 50%", "gate-taylor-25": "gate-Taylor 25%", "from-start": "from initialisation"},
+    "ordinary": "ordinary",
+    "mean-25": "mean 25%",
+    "mean-50": "mean 50%",
+    "pruned-25": "pruning 25%",
+    "pruned-50": "pruning 50%",
+    "gate-taylor-25": "gate-Taylor 25%",
+    "from-start": "from initialisation",
 }
 # Which checkpoints are finetuned: from an event halfway or later, trained for as many tokens or as long.
 _GROUPS = {
