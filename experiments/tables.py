@@ -8,9 +8,9 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from textwrap import wrap
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -36,53 +36,53 @@ PAPER_TOKEN_GAIN = 0.14
 
 @dataclass(frozen=True)
 class Comparison:
-    """A row with the numbers of all arms: metrics that compare arms are computed from it, in percent.
+    """A row's arm beside those that it is compared with: what metrics that compare arms are computed from.
 
-    A missing number is NaN, and so is that of an arm compared with itself.
+    A number that no record has is NaN, and so is every number of the other arm where that is the row's own.
     """
 
     row: Row
     references: Mapping[str, str | None]
     """The reference of each arm of the recipe."""
-    get: Callable[[str | None, str], Any]
-    """Returns an arm's number of a metric, one a seed or one a resample."""
+    number: Callable[[str | None, str], Any]
+    """Returns an arm's number by metric: a series over seeds, or for the bootstrap one number or one a resample."""
 
-    def pair(self, metric: str, role: Literal["reference", "against"]) -> tuple[Any, Any]:
-        """Return a number of the row's arm, and that of the arm it is compared with."""
-        other = getattr(self.row, role)
-        return self.get(self.row.arm, metric), self.get(None if other == self.row.arm else other, metric)
+    def own(self, metric: str) -> Any:
+        return self.number(self.row.arm, metric)
 
-    def gap(self, metric: str, role: Literal["reference", "against"]) -> Any:
-        own, other = self.pair(metric, role)
-        return own - other
+    def reference(self, metric: str) -> Any:
+        return self._other(self.row.reference, metric)
 
-    def ratio(self, metric: str, role: Literal["reference", "against"]) -> Any:
-        own, other = self.pair(metric, role)
-        return own / other
+    def against(self, metric: str) -> Any:
+        return self._other(self.row.against, metric)
 
-    def change(self, role: Literal["reference", "against"]) -> Any:
-        """Return how far perplexity is above another arm's."""
-        return 100.0 * np.expm1(self.gap("loss", role))
+    def _other(self, arm: str | None, metric: str) -> Any:
+        return self.number(None if arm == self.row.arm else arm, metric)
+
+    def change(self) -> Any:
+        """Return by how many percent perplexity is above the reference's."""
+        return 100.0 * np.expm1(self.own("loss") - self.reference("loss"))
 
     def extra_tokens(self) -> Any:
-        """Return how many more tokens the arm has than its reference, by their updates."""
-        return 100.0 * (self.ratio("updates", "reference") - 1.0)
+        """Return how many percent more tokens the arm has than its reference, by their updates."""
+        return 100.0 * (self.own("updates") / self.reference("updates") - 1.0)
 
     def of(self, arm: str | None) -> "Comparison":
         """Return another arm compared with its own reference; without an arm it has no numbers."""
         return replace(self, row=Row(arm=arm or "", label="", reference=self.references.get(arm or "")))
 
     def companion(self, role: str) -> "Comparison":
+        """Return the row's arm of that role, one of `COMPANIONS`, compared with its own reference."""
         return self.of(self.row.companions.get(role))
 
     def token_gain(self) -> Any:
         """Return by how many percent 1% more tokens lowers perplexity, from an ordinary run that had more."""
         more = self.companion("more_tokens")
-        return -more.change("reference") / more.extra_tokens()
+        return -more.change() / more.extra_tokens()
 
     def estimate(self, token_gain: Any) -> Any:
         """Estimate the change at matched time: that at matched tokens less the gain from the extra tokens."""
-        return self.companion("tokens").change("reference") - token_gain * self.extra_tokens()
+        return self.companion("tokens").change() - token_gain * self.extra_tokens()
 
 
 @dataclass(frozen=True)
@@ -101,27 +101,24 @@ def _by_seed(title: str, places: int, signed: bool, of: Callable[[Comparison], A
     return Metric(f"{title} by seed (%)", places, signed, of, every_seed=True)
 
 
-def _difference(c: Comparison) -> Any:
-    return c.change("reference") - c.of(c.row.against).change("reference")
-
-
 def _token_gain(c: Comparison) -> Any:
+    """Return the gain in the row of the run that measures it; estimates in other rows only use it."""
     return c.token_gain() if c.row.companions.get("more_tokens") == c.row.arm else math.nan
 
 
 METRICS = {
     # perplexity: the row's own, then compared with other arms
     "perplexity": Metric("perplexity", 3),
-    "delta": Metric("change (%)", 3, True, lambda c: c.change("reference")),
-    "difference": Metric("difference (points)", 3, True, _difference),
-    "perplexity_difference": Metric("difference (%)", 3, True, lambda c: c.change("against")),
-    "delta_seeds": _by_seed("change", 3, True, lambda c: c.change("reference")),
+    "delta": Metric("change (%)", 3, True, Comparison.change),
+    "difference": Metric("difference (points)", 3, True, lambda c: c.change() - c.of(c.row.against).change()),
+    "perplexity_difference": Metric(
+        "difference (%)", 3, True, lambda c: 100.0 * np.expm1(c.own("loss") - c.against("loss"))
+    ),
+    "delta_seeds": _by_seed("change", 3, True, Comparison.change),
     # perplexity at matched time and at matched tokens
     "extra_tokens": Metric("extra tokens (%)", 2, True, Comparison.extra_tokens),
-    "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.companion("tokens").change("reference")),
-    "measured_time": Metric(
-        "change at measured time (%)", 3, True, lambda c: c.companion("measured_time").change("reference")
-    ),
+    "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.companion("tokens").change()),
+    "measured_time": Metric("change at measured time (%)", 3, True, lambda c: c.companion("measured_time").change()),
     "token_gain": Metric("decrease for 1% more tokens (%)", 3, False, _token_gain),
     "estimate_at_paper_gain": Metric("change estimated at 0.14% (%)", 3, True, lambda c: c.estimate(PAPER_TOKEN_GAIN)),
     "estimate_at_measured_gain": Metric(
@@ -133,20 +130,14 @@ METRICS = {
     "perplexity_to_4k": Metric("perplexity of the first 4,096 tokens", 3),
     # tasks after pretraining
     "accuracy": Metric("accuracy (%)", 2),
-    "seeds": _by_seed("accuracy", 2, False, lambda c: c.get(c.row.arm, "accuracy")),
-    "points": Metric("change of accuracy (points)", 2, True, lambda c: c.gap("accuracy", "reference")),
-    "points_against": Metric("difference of accuracy (points)", 3, True, lambda c: c.gap("accuracy", "against")),
+    "seeds": _by_seed("accuracy", 2, False, partial(Comparison.own, metric="accuracy")),
+    "points": Metric("change of accuracy (points)", 2, True, lambda c: c.own("accuracy") - c.reference("accuracy")),
+    "points_against": Metric(
+        "difference of accuracy (points)", 3, True, lambda c: c.own("accuracy") - c.against("accuracy")
+    ),
     "epochs": Metric("epochs", 0),
     "example_tokens": Metric("mean tokens of a training example", 1),
     "gate": Metric("development accuracy (%)", 2),
-    **{recall_metric(*test): Metric(f"recall at {test[0]:,} / {test[1]} (%)", 2) for test in (*RECALL, *SMOKE_RECALL)},
-    **{
-        f"{metric} seeds": _by_seed(
-            f"recall at {length:,} / {pairs}", 2, False, lambda c, m=metric: c.get(c.row.arm, m)
-        )
-        for length, pairs in RECALL
-        for metric in [recall_metric(length, pairs)]
-    },
     # the event that froze heads, and their fits
     "loss_increase": Metric("loss increase at the event (nats)", 4, True),
     "heads": Metric("heads", 0),
@@ -159,8 +150,8 @@ METRICS = {
     "updates": Metric("updates", 0),
     "remaining": Metric("updates after freezing", 0),
     "minutes": Metric("minutes", 2),
-    "time_ratio": Metric("time ratio", 3, False, lambda c: c.ratio("minutes", "against")),
-    "time_difference": Metric("difference (s)", 1, True, lambda c: 60 * c.gap("minutes", "against")),
+    "time_ratio": Metric("time ratio", 3, False, lambda c: c.own("minutes") / c.against("minutes")),
+    "time_difference": Metric("difference (s)", 1, True, lambda c: 60 * (c.own("minutes") - c.against("minutes"))),
     "continuation": Metric("continuation (min)", 2),
     "intervention": Metric("intervention (s)", 2),
     "compilation": Metric("compilation (s)", 1),
@@ -168,15 +159,21 @@ METRICS = {
     "fit": Metric("fit (s)", 2),
     "update": Metric("update (ms)", 1),
     "last_updates": Metric("mean of the last 100 updates (ms)", 0),
-    "speedup": Metric("speedup", 3, False, lambda c: 1.0 / c.ratio("update", "reference")),
+    "speedup": Metric("speedup", 3, False, lambda c: 1.0 / (c.own("update") / c.reference("update"))),
     "peak": Metric("peak memory (GiB)", 2),
-    "peak_change": Metric("change of peak memory (%)", 2, True, lambda c: 100 * (c.ratio("peak", "reference") - 1)),
+    "peak_change": Metric(
+        "change of peak memory (%)", 2, True, lambda c: 100 * (c.own("peak") / c.reference("peak") - 1)
+    ),
 }
 """Metrics by name.
 
 A change is from the arm in `reference`, a difference from the arm in `against`: `difference` subtracts the changes of
 both arms, `perplexity_difference` compares their perplexities. Metrics without a function stand in the runs' records.
 """
+for _length, _pairs in (*RECALL, *SMOKE_RECALL):
+    _metric, _title = recall_metric(_length, _pairs), f"recall at {_length:,} / {_pairs}"
+    METRICS[_metric] = Metric(f"{_title} (%)", 2)
+    METRICS[f"{_metric} seeds"] = _by_seed(_title, 2, False, partial(Comparison.own, metric=_metric))
 
 
 def check_recipe(name: str, recipe: Recipe) -> None:
@@ -223,24 +220,24 @@ class RecipeTable:
         return sorted(sorted(rows.index, key=lambda seed: (-rows[seed], seed))[: self.recipe.seeds])
 
     @cached_property
-    def _numbers(self) -> pd.DataFrame:
+    def _by_arm(self) -> pd.DataFrame:
         """The numbers of runs: a line a seed, columns by arm and metric."""
         return self._lines.pivot(index="seed", columns=["arm", "metric"], values="value").reindex(self.seeds)
 
-    def _get(self, arm: str | None, metric: str) -> Any:
-        return self._numbers.get((self._resolved(arm), metric), math.nan)
+    def _number(self, arm: str | None, metric: str) -> Any:
+        return self._by_arm.get((self._resolved(arm), metric), math.nan)
 
     @cached_property
     def by_seed(self) -> pd.DataFrame:
         """The table's own numbers, comparisons included: a line each of row, metric, seed and value."""
         runs, lines = set(zip(self._lines["arm"], self._lines["seed"], strict=True)), []
         for row in self.recipe.rows:
-            comparison = Comparison(row, self._references, self._get)
+            comparison = Comparison(row, self._references, self._number)
             seeds = [scale_named(self.scale).seeds[0]] if row.first_seed else self.seeds
             seeds = [seed for seed in seeds if (self._resolved(row.arm), seed) in runs and seed in self.seeds]
             for metric in self.recipe.metrics:
                 of = METRICS[metric].of
-                values = pd.Series(of(comparison) if of else self._get(row.arm, metric), self._numbers.index)
+                values = pd.Series(of(comparison) if of else self._number(row.arm, metric), self._by_arm.index)
                 lines += [(row.label, metric, seed, value) for seed, value in values.loc[seeds].dropna().items()]
         return pd.DataFrame(lines, columns=["row", "metric", "seed", "value"])
 
@@ -293,20 +290,22 @@ class RecipeTable:
 
     def _bootstrap(self, row: Row, of: Callable[[Comparison], Any], seed: int) -> tuple[float, float]:
         """Return 95% over the same resampled windows, or questions, of all runs; NaN where these decide nothing."""
-        samples: dict[str, np.ndarray] = {}
+        samples: dict[str, np.ndarray] = {}  # filled by the first `compute`: the arms that the number depends on
 
         def compute(mean: Callable[[str], Any]) -> Any:
-            def get(arm: str | None, metric: str) -> Any:
+            """Compute the number from mean losses, or shares of right answers, by arm."""
+
+            def number(arm: str | None, metric: str) -> Any:
                 name = self._resolved(arm)
                 if metric not in ("loss", "accuracy"):
-                    own = self._get(arm, metric)
+                    own = self._number(arm, metric)
                     return own[seed] if isinstance(own, pd.Series) else own
                 if (sample := self._samples[seed].get(name)) is None:
                     return math.nan
                 samples.setdefault(name, sample)
                 return mean(name) * (100.0 if metric == "accuracy" else 1.0)
 
-            return of(Comparison(row, self._references, get))
+            return of(Comparison(row, self._references, number))
 
         def at(moved: str = "", by: float = 0.0) -> float:
             return float(np.squeeze(compute(lambda name: samples[name].mean() + (by if name == moved else 0.0))))
@@ -315,7 +314,8 @@ class RecipeTable:
             if math.isnan(at()) or not samples:
                 return math.nan, math.nan
             self._check_same_windows(list(samples), seed)
-            # The first-order effect of each window on the number says which of them go together.
+            # Blocks must be as long as the number's own noise goes together, and a difference of two arms is noisy
+            # otherwise than either arm: to first order a window moves the number by its loss times these slopes.
             small = 1e-6
             slopes = {name: (at(name, small) - at(name, -small)) / (2 * small) for name in samples}
             effects = sum(slope * samples[name] for name, slope in slopes.items())
