@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import tyro
@@ -118,11 +118,12 @@ class ZeroShot(RunsModel):
             from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
         opened = self.open()
         study = Study(self, self._head(opened))
-        ordinary = study.piece("ordinary", lambda: {"states": study.states(opened, "as it is")})
-        pieces = {name: study.arm(name) for name in self.arms or self.plan if name != "ordinary"}
-        pieces |= {name: study.arm(name) for name in self.plan if name not in pieces and study.has(name)}
-        record = _record(ordinary, [piece for name in self.plan if (piece := pieces.get(name)) is not None])
-        missing = [name for name in self.plan if name not in pieces]
+        ordinary = study.measure_once("ordinary", lambda: {"states": study.states(opened, "as it is")})
+        arms = {title: study.arm(title) for title in self.arms or self.plan if title != "ordinary"}
+        # Another process may have measured further arms: their files are read.
+        arms |= {title: study.arm(title) for title in self.plan if title not in arms and study.has(title)}
+        record = _record(ordinary, [arm for title in self.plan if (arm := arms.get(title)) is not None])
+        missing = [title for title in self.plan if title not in arms]
         return {**record, "missing": missing} if missing else record
 
     def _head(self, opened: OpenedModel) -> dict[str, Any]:
@@ -142,17 +143,16 @@ class ZeroShot(RunsModel):
         }
 
     @cached_property
-    def plan(self) -> dict[str, tuple[str, float, str | None]]:
-        """The arms by title: score or control, rate, and for a control the arm whose heads it has."""
-        arms: dict[str, tuple[str, float, str | None]] = {}
+    def plan(self) -> "dict[str, PlannedArm]":
+        """The arms by title, all but the ordinary one."""
+        arms: list[PlannedArm] = []
         for score, rate in itertools.product(self.scores, self.rates):
-            title = f"{score} {percent(rate)}"
-            arms[title] = score, rate, None
+            arms.append(chosen := PlannedArm(score, rate))
             if self.controls:
-                arms[f"{score} pruned {percent(rate)}"] = f"{score} pruned", rate, title
+                arms.append(PlannedArm(f"{score} pruned", rate, heads_of=chosen.title))
             if self.controls and score == "joint_cost":
-                arms[f"{score} in linear time {percent(rate)}"] = f"{score} in linear time", rate, title
-        return arms
+                arms.append(PlannedArm(f"{score} in linear time", rate, heads_of=chosen.title))
+        return {arm.title: arm for arm in arms}
 
     def open(self) -> OpenedModel:
         """Open the model anew."""
@@ -224,62 +224,85 @@ class ZeroShot(RunsModel):
 # --- arms
 
 
+class PlannedArm(NamedTuple):
+    """An arm of a study before it is measured."""
+
+    score: str
+    """The score that chooses its heads, or that of the arm whose heads it has and what is done with them."""
+    rate: float
+    heads_of: str | None = None
+    """For a control, the title of the arm whose heads it has."""
+
+    @property
+    def title(self) -> str:
+        return f"{self.score} {percent(self.rate)}"
+
+
 @dataclass(frozen=True)
 class Study:
-    """The arms of one study: each is measured once and, with --out, written to a file of its own, its piece."""
+    """Measures the arms of one study, each once; with --out, each has a file of its own next to the record."""
 
     settings: ZeroShot
     head: Record
     """The first entries of the record: its header, model, longest input, precision and eligible heads."""
-    pieces: dict[str, dict[str, Any]] = field(default_factory=dict)
+    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Arms by title: `facts` about their heads, and `states`, the measurements at once and, with --heal, healed."""
 
-    def path(self, name: str) -> Path | None:
+    def path(self, title: str) -> Path | None:
         """Return the file of an arm; None without --out."""
         if (out := self.settings.out) is None:
             return None
         folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
-        return folder / f"{name.replace(',', '').replace('%', '').replace(' ', '-')}.json"
+        return folder / f"{title.replace(',', '').replace('%', '').replace(' ', '-')}.json"
 
-    def has(self, name: str) -> bool:
+    def has(self, title: str) -> bool:
         """Return whether an arm has been measured."""
-        return name in self.pieces or ((path := self.path(name)) is not None and path.is_file())
+        return title in self.arms or ((path := self.path(title)) is not None and path.is_file())
 
-    def piece(self, name: str, measure: Callable[[], Record]) -> dict[str, Any]:
+    def measure_once(self, title: str, measure: Callable[[], Record]) -> dict[str, Any]:
         """Return an arm, from its file if there is one, else measured; raise InputError for a file of another study."""
-        if name not in self.pieces:
-            path = self.path(name)
+        if title not in self.arms:
+            path = self.path(title)
             if path is not None and path.is_file():
-                piece = read_json(path)
-                _check_origin(piece, to_json(self.head), path)
+                arm = read_json(path)
+                _check_origin(arm, to_json(self.head), path)
             else:
-                piece = to_json({"name": name, "head": self.head, **measure()})
+                arm = to_json({"name": title, "head": self.head, **measure()})
                 if path is not None:
-                    write_json(path, piece)
-            self.pieces[name] = piece
-        return self.pieces[name]
+                    write_json(path, arm)
+            self.arms[title] = arm
+        return self.arms[title]
 
     def arm(self, title: str) -> dict[str, Any] | None:
-        """Return an arm's heads and measurements; None for a control of an arm that froze nothing."""
-        score, rate, control_of = self.settings.plan[title]
-        event: dict[str, Any] = {"max_fit_kl": self.settings.max_fit_kl}
-        if control_of is None:
-            event |= {**CHOICES[score], "count": heads_at_rate(rate, self.head["eligible"]), "storage": "compact"}
-            event |= {"seed": self.settings.calibration_seed} if score == "random" else {}
-        elif self.settings.arms and control_of not in self.settings.arms and not self.has(control_of):
-            raise InputError(f"the arm {title!r} has the heads of {control_of!r}; measure that one first")
-        elif not (heads := (self.arm(control_of) or {})["facts"]["heads"]):
-            return None
-        elif score.endswith("pruned"):
-            event = {"heads": tuple(map(tuple, heads)), "operation": "prune"}
-        else:  # "in linear time"; the limit is high, since these heads passed when they were chosen
-            event = {"heads": tuple(map(tuple, heads)), "storage": "exponential", "max_fit_kl": 10.0}
+        """Return an arm, measured unless it was before; None for a control of an arm that froze nothing."""
+        settings, planned = self.settings, self.settings.plan[title]
+        if (other := planned.heads_of) is None:
+            config = self._choosing(planned)
+        elif settings.arms and other not in settings.arms and not self.has(other):
+            raise InputError(f"the arm {title!r} has the heads of {other!r}; measure that one first")
+        else:
+            chosen = self.arm(other)
+            assert chosen is not None  # which has heads of its own choice
+            if not (heads := tuple(map(tuple, chosen["facts"]["heads"]))):
+                return None
+            if planned.score.endswith(" pruned"):
+                config = FreezeConfig(heads=heads, operation="prune")
+            else:  # in linear time; the limit is high, since these heads passed when they were chosen
+                config = FreezeConfig(heads=heads, storage="exponential", max_fit_kl=10.0)
 
         def measure() -> dict[str, Any]:
-            opened = self.settings.open()
-            report = self._freeze(opened, FreezeConfig(**event), title)
-            return {"facts": _facts(report, score, rate, self.head["eligible"]), "states": self.states(opened, title)}
+            opened = settings.open()
+            report = self._freeze(opened, config, title)
+            return {"facts": _facts(report, planned, self.head["eligible"]), "states": self.states(opened, title)}
 
-        return self.piece(title, measure)
+        return self.measure_once(title, measure)
+
+    def _choosing(self, planned: PlannedArm) -> FreezeConfig:
+        """Return the settings of an arm whose score chooses heads."""
+        event = {**CHOICES[planned.score], "count": heads_at_rate(planned.rate, self.head["eligible"])}
+        if planned.score == "random":
+            event["seed"] = self.settings.calibration_seed
+        return FreezeConfig(**event, storage="compact", max_fit_kl=self.settings.max_fit_kl)
 
     def _freeze(self, opened: OpenedModel, config: FreezeConfig, title: str) -> FreezeReport:
         count, seed, data = self.settings.sequences, self.settings.calibration_seed, opened.data
@@ -341,75 +364,78 @@ class Study:
         return windows
 
 
-def _facts(report: FreezeReport, score: str, rate: float, eligible: int) -> dict[str, Any]:
+def _facts(report: FreezeReport, planned: PlannedArm, eligible: int) -> dict[str, Any]:
     """Return an arm's name, heads, their number in each third of the layers, and medians of their fits and scores."""
-    statistics, heads, label = report.statistics, report.heads, percent(rate)
+    statistics, heads, label = report.statistics, report.heads, percent(planned.rate)
     layers = len(statistics.variance)
     if len(heads) != report.requested:
         label = f"{percent(round(len(heads) / eligible, 3))} ({label} asked for)"
-    values = {
-        "fit_kl_median": list(report.fit_kl.values()),
-        "forward_kl_median": [float(statistics.forward_kl[head]) for head in heads],
-        "variance_median": [float(statistics.variance[head]) for head in heads],
-    }
     return {
-        "name": f"{score} {label}",
-        "score": score,
-        "rate": rate,
+        "name": f"{planned.score} {label}",
+        "score": planned.score,
+        "rate": planned.rate,
         "share": len(heads) / eligible,
         "heads": heads.to_list(),
         "seconds": sum(report.seconds.values()),
         "layer_thirds": [sum(3 * layer // layers == third for layer, _ in heads) for third in range(3)],
         "rejected": [[*head, kl] for head, kl in sorted(report.rejected.items())],
-        **{name: median(each) if each else None for name, each in values.items()},
+        "fit_kl_median": _median(list(report.fit_kl.values())),
+        "forward_kl_median": _median([float(statistics.forward_kl[head]) for head in heads]),
+        "variance_median": _median([float(statistics.variance[head]) for head in heads]),
     }
+
+
+def _median(values: Sequence[float]) -> float | None:
+    return median(values) if values else None
 
 
 # --- changes of arms from the ordinary model
 
 
-def _record(ordinary: Record, pieces: Sequence[Record]) -> dict[str, Any]:
-    arms = [{**each["facts"], **_by_state(each["states"], ordinary["states"])} for each in pieces]
+def _record(ordinary: Record, measured: Sequence[Record]) -> dict[str, Any]:
+    arms = [{**each["facts"], **_by_state(each["states"], ordinary["states"])} for each in measured]
     return {**ordinary["head"], "ordinary": _by_state(ordinary["states"]), "arms": arms, "overlap": _overlaps(arms)}
 
 
-def _check_origin(piece: Record, head: Record, path: Path) -> None:
+def _check_origin(arm: Record, head: Record, path: Path) -> None:
     """Raise InputError for an arm of other settings, another model or other text."""
-    own, other = ({"settings": each["settings"], **each["provenance"]} for each in (piece["head"], head))
+    own, other = ({"settings": each["settings"], **each["provenance"]} for each in (arm["head"], head))
     if changed := [name for name in ("settings", "checkpoints", "data") if own[name] != other[name]]:
         raise InputError(f"{path} is of other {changed[0]}; remove its folder, or give another --out")
 
 
 def _by_state(own: Record, ordinary: Record | None = None) -> dict[str, Any]:
-    """Return measurements without single answers and windows, with changes from those of the ordinary model, paired.
+    """Return a model's measurements at once, and in the entry `healed` those after healing, as tables need them.
 
-    Those at once are entries themselves; those after healing are in the entry `healed`.
+    With those of the ordinary model, the changes from it in the same state are added.
     """
-    states = {state: _state(each, ordinary and ordinary[state]) for state, each in own.items()}
+    states = {state: _summary(each, ordinary and ordinary[state]) for state, each in own.items()}
     return {**states.pop("at once"), **states}
 
 
-def _state(own: Record, ordinary: Record | None) -> dict[str, Any]:
-    tasks = {name: {k: v for k, v in task.items() if k != "each"} for name, task in own["tasks"].items()}
+def _summary(own: Record, ordinary: Record | None) -> dict[str, Any]:
+    """Return measurements without single answers and windows, with their paired changes from the ordinary model's."""
+    tasks = {name: {key: task[key] for key in task if key != "each"} for name, task in own["tasks"].items()}
     texts = {name: {"perplexity": text["perplexity"]} for name, text in own["texts"].items()}
-    state: dict[str, Any] = {"tasks": tasks, "texts": texts}
-    if ordinary is not None:
-        for name, text in texts.items():
-            pair = [torch.tensor(each["texts"][name]["windows"], dtype=torch.float64) for each in (ordinary, own)]
-            text["change"] = delta_of_windows(*pair)
-    if ordinary is not None and tasks:
-        changes = paired_tasks(*map(_answers, (ordinary, own)))
+    summary: dict[str, Any] = {"tasks": tasks, "texts": texts}
+    if ordinary is None:
+        return summary
+    for name, text in texts.items():
+        pair = [torch.tensor(each["texts"][name]["windows"], dtype=torch.float64) for each in (ordinary, own)]
+        text["change"] = delta_of_windows(*pair)
+    if tasks:
+        changes = paired_tasks(_answers(ordinary), _answers(own))
         for name, task in tasks.items():
             task["change"] = changes["tasks"][name]
-        state["mean_difference"] = changes["mean_difference"]
-    return state
+        summary["mean_difference"] = changes["mean_difference"]
+    return summary
 
 
-def _answers(state: Record) -> dict[str, TaskAnswers]:
+def _answers(measured: Record) -> dict[str, TaskAnswers]:
     keys = ("id", "answer", "right")
     return {
         name: TaskAnswers(task, [dict(zip(keys, each, strict=True)) for each in task["each"]])
-        for name, task in state["tasks"].items()
+        for name, task in measured["tasks"].items()
     }
 
 
