@@ -7,7 +7,6 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -38,15 +37,14 @@ def read_benchmarks(results: Path) -> list[Record]:
     Each also has its `name` and, where most records are of another device, the name of its own as `elsewhere`.
     """
     paths = sorted((results / "bench").glob("*.json"), key=lambda path: natural_order(path.as_posix()))
-    records = [{**read_json(path), "name": path.stem} for path in paths]
+    records: list[Any] = [{**read_json(path), "name": path.stem} for path in paths]
     devices = pd.Series([record["provenance"].get("device") for record in records], dtype=object)
     usual = (*devices.mode()[:1], None)
-    # A GPU's name without its maker's and its memory.
-    short = lambda device: re.sub(r"[\s-]\d+\s?GB\b.*", "", device.removeprefix("NVIDIA "))  # noqa: E731
-    return [
-        {**record, "elsewhere": "" if device in usual else short(device)}
-        for record, device in zip(records, devices, strict=True)
-    ]
+    for record, device in zip(records, devices, strict=True):
+        # A GPU's name without its maker's and its memory.
+        short = re.sub(r"[\s-]\d+\s?GB\b.*", "", str(device).removeprefix("NVIDIA "))
+        record["elsewhere"] = "" if device in usual else short
+    return records
 
 
 def frame(lines: Iterable[Cells], words: Sequence[str]) -> pd.DataFrame:
@@ -74,9 +72,10 @@ def speeds(records: Sequence[Record], kind: str) -> Tables:
 
 
 def _speed_lines(record: Record) -> Iterator[Cells]:
+    """Yield the lines of a record; columns that begin with "_" order and compare lines, and are not shown."""
     unusual, provenance = unusual_settings(record), record["provenance"]
     for row, cells in speed_cells(record):
-        pinned = "kernel pinned" * (record["kind"] == "prefill" and _is_pinned(row))
+        pinned = "kernel pinned" if record["kind"] == "prefill" and _is_pinned(row) else ""
         # PyTorch's choice is cuDNN wherever a profile was taken, but an arm may be that choice itself.
         alike = [re.sub(" auto$", " cudnn", row[name]) for name in ("baseline", "arm")]
         alike[1] = alike[1] if row["backend"] else row["arm"]
@@ -94,8 +93,9 @@ def _speed_lines(record: Record) -> Iterator[Cells]:
 
 def _newest(lines: Sequence[Cells]) -> list[Cells]:
     """Return the lines whose measurement no other has newer; a refused one never replaces an accepted one."""
-    newest = {lines[at]["_same"]: at for at in sorted(range(len(lines)), key=lambda at: lines[at]["_order"])}
-    return [lines[at] for at in sorted(newest.values())]
+    places = sorted(range(len(lines)), key=lambda place: lines[place]["_order"])
+    newest = {lines[place]["_same"]: place for place in places}  # of equal measurements the last one stays
+    return [lines[place] for place in sorted(newest.values())]
 
 
 def memory(records: Sequence[Record], kind: str) -> pd.DataFrame:
@@ -114,30 +114,44 @@ def memory(records: Sequence[Record], kind: str) -> pd.DataFrame:
 
 def unusual_settings(record: Record) -> str:
     """Return which settings make a record's rows other measurements than the usual ones would; "" for none."""
-    settings, driver, words = record["settings"], bool(record["provenance"].get("driver")), []
-    if record["kind"] == "op":
-        layers = {tuple(row["layer"].values()) for row in record["rows"] if row.get("layer")} - {_USUAL_LAYER}
-        words += [f"{heads} heads of {dim}, {kv_heads} of keys" for heads, kv_heads, dim in layers]
-        words += ["whole groups frozen"] * bool(settings.get("whole_groups"))
+    settings, driver = record["settings"], bool(record["provenance"].get("driver"))
     placed = {"even": "as many heads in every layer frozen", "groups": "whole groups frozen"}
+    words = _unusual_layers(record) if record["kind"] == "op" else []
     words.append(placed.get(settings.get("placement", ""), ""))
     if settings.get("per_layer"):
         words.append(f"{' '.join(map(str, settings['per_layer']))} heads of the layers frozen")
-    usual = "off" if record["kind"] in ("finetune", "attention") else "auto"
-    setting = settings.get("compile", usual)
-    is_compiled, usually = (one == "on" or (one == "auto" and driver) for one in (setting, usual))
-    if setting == "layers":
-        words.append("compiled by layers")
-    elif is_compiled != usually:
-        words.append("compiled" if is_compiled else "not compiled")
-    words += ["layers computed again"] * bool(settings.get("activation_checkpointing"))
+    words.append(_unusual_compilation(record))
+    if settings.get("activation_checkpointing"):
+        words.append("layers computed again")
     if settings.get("parallel", "none") != "none":
         processes = record["provenance"].get("processes", 1)
-        words.append(f"{settings['parallel']}, {processes} process{'es' * (processes > 1)}")
-    words += ["processes of their own"] * bool(settings.get("fresh"))
+        words.append(f"{settings['parallel']}, {processes} process{'es' if processes > 1 else ''}")
+    if settings.get("fresh"):
+        words.append("processes of their own")
     if settings.get("dtype", "auto") not in ("auto", "bf16" if driver else "fp32"):
         words.append(settings["dtype"])
-    return ", ".join(filter(None, [*words, f"on {record['elsewhere']}" * bool(record["elsewhere"])]))
+    if record["elsewhere"]:
+        words.append(f"on {record['elsewhere']}")
+    return ", ".join(filter(None, words))
+
+
+def _unusual_layers(record: Record) -> list[str]:
+    layers = {tuple(row["layer"].values()) for row in record["rows"] if row.get("layer")} - {_USUAL_LAYER}
+    words = [f"{heads} heads of {dim}, {kv_heads} of keys" for heads, kv_heads, dim in layers]
+    return [*words, "whole groups frozen"] if record["settings"].get("whole_groups") else words
+
+
+def _unusual_compilation(record: Record) -> str:
+    driver = bool(record["provenance"].get("driver"))
+    usual = "off" if record["kind"] in ("finetune", "attention") else "auto"
+    setting = record["settings"].get("compile", usual)
+    if setting == "layers":
+        return "compiled by layers"
+    # "auto" compiles on a GPU alone.
+    is_compiled, usually = (one == "on" or (one == "auto" and driver) for one in (setting, usual))
+    if is_compiled == usually:
+        return ""
+    return "compiled" if is_compiled else "not compiled"
 
 
 def _is_pinned(row: Record) -> bool:
@@ -188,7 +202,7 @@ def finetuning(records: Sequence[Record]) -> Tables:
                 lines.append({**cells, "paper": quoted})
             if lines:
                 title = f"{record['rows'][0]['model']}, {record['settings']['task']}: mean over the orders"
-                yield title + ", passes replayed as CUDA graphs" * graphed, frame(lines, ("arm",))
+                yield f"{title}{', passes replayed as CUDA graphs' if graphed else ''}", frame(lines, ("arm",))
 
 
 def _rows(records: Sequence[Record], kind: str, part: str | None = None) -> Iterator[tuple[str, Record]]:
@@ -207,9 +221,12 @@ def _speedup(row: Record, name: str = "speedup") -> Cells:
     }
 
 
+def _tokens_per_second(row: Record, side: str) -> str:
+    return f"{1e3 * math.prod(row['point'].values()) / row[side]:,.0f}"
+
+
 def nanogpt(records: Sequence[Record]) -> Tables:
     """Yield the table of ordinary updates and nanoGPT's."""
-    rate = lambda row, side: f"{1e3 * math.prod(row['point'].values()) / row[side]:,.0f}"  # noqa: E731
     lines = [
         {
             "model": row["model"],
@@ -217,8 +234,8 @@ def nanogpt(records: Sequence[Record]) -> Tables:
             "nanoGPT, ms": number(row["baseline_ms"]),
             "ours, ms": number(row["arm_ms"]),
             **_speedup(row),
-            "nanoGPT, tokens/s": rate(row, "baseline_ms"),
-            "ours, tokens/s": rate(row, "arm_ms"),
+            "nanoGPT, tokens/s": _tokens_per_second(row, "baseline_ms"),
+            "ours, tokens/s": _tokens_per_second(row, "arm_ms"),
             "in": name,
         }
         for name, row in _rows(records, "nanogpt")
@@ -231,10 +248,10 @@ def compilation(records: Sequence[Record]) -> Tables:
     """Yield what an event costs in compilation, and updates of models compiled whole and by layers."""
     forms = {"whole": "the whole model", "layers": "by decoder layers"}
     caches = {"empty": "empty", "ahead": "filled ahead", "warm": "of an earlier process"}  # the last two of old records
-    where = lambda row: {"model": row["model"], "point": shape(row["point"])}  # noqa: E731
     events = [
         {
-            **where(row),
+            "model": row["model"],
+            "point": shape(row["point"]),
             "compiled": forms[row["form"]],
             "cache on disk": caches[row["caches"]],
             "event": row["event"],
@@ -249,68 +266,76 @@ def compilation(records: Sequence[Record]) -> Tables:
     yield "", frame(events, ("model", "point", "compiled", "cache on disk", "event"))
     pairs = []
     for name, row in _rows(records, "compile", "pair"):
-        busy = {f"kernels {form.replace('layers', 'by layers')}": row.get("busy", {}).get(form) for form in forms}
-        kernels = {words: f"{number(one['kernels'])}, {number(one['ms'])} ms" for words, one in busy.items() if one}
-        times = {"whole, ms": number(row["baseline_ms"]), "by layers, ms": number(row["arm_ms"])}
-        if not row.get("control"):
-            share = {"frozen": f"{100 * row['rate']:g}%"}
-            pairs.append({**where(row), **share, **times, **_speedup(row, "whole / by layers"), **kernels, "in": name})
+        if row.get("control"):
+            continue
+        cells = {"model": row["model"], "point": shape(row["point"]), "frozen": f"{100 * row['rate']:g}%"}
+        cells |= {"whole, ms": number(row["baseline_ms"]), "by layers, ms": number(row["arm_ms"])}
+        cells |= _speedup(row, "whole / by layers")
+        for form, words in (("whole", "kernels whole"), ("layers", "kernels by layers")):
+            if busy := row.get("busy", {}).get(form):
+                cells[words] = f"{number(busy['kernels'])}, {number(busy['ms'])} ms"
+        pairs.append({**cells, "in": name})
     yield "Updates compiled whole and by layers", frame(pairs, ("model", "point"))
 
 
 def freezing(records: Sequence[Record]) -> Tables:
     """Yield the warm seconds of interventions and of fits, and of dense collection as their baseline."""
-    whole, fits, dense = [], [], []
-    for name, row in _rows(records, "calibration", "intervention"):
-        model, length, sequences = row["model"], row["point"]["length"], row["point"]["batch_size"]
-        quoted = paper.INTERVENTION.get((model, length, row["rate"], sequences))
-        whole.append(
-            {
-                "intervention": f"{Path(model).name}, {length}x{sequences}, {100 * row['rate']:g}% of heads",
-                **{name: seconds(stage["median"]) for name, stage in row["stages"].items()},
-                "whole": seconds(row["spread"]["median"]),
-                "range": f"{seconds(row['spread']['min'])} to {seconds(row['spread']['max'])}",
-                "first use": seconds(row["first_seconds"]),
-                "paper": quoted or MISSING,
-                "in": name,
-            }
-        )
-    yield "", frame(whole, ("intervention",))
-    for name, row in _rows(records, "calibration", "fit"):
-        over = row["excess_kl"]
-        over = MISSING if over is None else f"{scientific(over)} nats{_limit(over, row['bar_excess_kl'], ' nats')}"
-        fits.append(
-            {
-                "of": Path(row["of"]).name,
-                "heads": number(row["heads"]),
-                "tokens": number(row["length"]),
-                "warm median": seconds(row["seconds"]) + _limit(row["seconds"], row["bar_seconds"], " s"),
-                "first use": seconds(row["seconds"] + row["first_use_seconds"]),
-                "sweeps, mean and most": f"{row['sweeps']['mean']:.1f}, {row['sweeps']['max']}",
-                "worst KL": f"{row['worst_kl']:.4f} nats",
-                "not converged": number(row["not_converged"]),
-                "KL over the reference, at most": over,
-                "in": name,
-            }
-        )
-    yield "Fit of all heads and its KL", frame(fits, ("of",))
-    for name, row in _rows(records, "calibration", "dense"):
-        error = max(row["difference"].values())
-        ratio = lambda name, row=row: "refused" if row["refused"] else f"{row[name]:.1f}×"  # noqa: E731
-        dense.append(
-            {
-                "point": f"{Path(row['model']).name} {shape(row['point'])}",
-                "layers measured": f"{row['layers']} of {row['of_layers']}" + ", extrapolated" * row["extrapolated"],
-                "dense, all layers": seconds(row["seconds"]),
-                "ours": seconds(row["statistics_seconds"]),
-                "ratio": ratio("ratio"),
-                "intervention with it": seconds(row["intervention_seconds"]),
-                "ratio of wholes": ratio("intervention_ratio"),
-                "ours from float64, relative": scientific(error) + _limit(error, row["bar_difference"]),
-                "in": name,
-            }
-        )
-    yield "Dense collection of the same queries and keys, in float32, as the baseline", frame(dense, ("point",))
+    for part, title, cells, words in (
+        ("intervention", "", _intervention_cells, "intervention"),
+        ("fit", "Fit of all heads and its KL", _fit_cells, "of"),
+        ("dense", _DENSE_TITLE, _dense_cells, "point"),
+    ):
+        lines = [{**cells(row), "in": name} for name, row in _rows(records, "calibration", part)]
+        yield title, frame(lines, (words,))
+
+
+_DENSE_TITLE = "Dense collection of the same queries and keys, in float32, as the baseline"
+
+
+def _intervention_cells(row: Record) -> Cells:
+    model, length, sequences = row["model"], row["point"]["length"], row["point"]["batch_size"]
+    return {
+        "intervention": f"{Path(model).name}, {length}x{sequences}, {100 * row['rate']:g}% of heads",
+        **{name: seconds(stage["median"]) for name, stage in row["stages"].items()},
+        "whole": seconds(row["spread"]["median"]),
+        "range": f"{seconds(row['spread']['min'])} to {seconds(row['spread']['max'])}",
+        "first use": seconds(row["first_seconds"]),
+        "paper": paper.INTERVENTION.get((model, length, row["rate"], sequences), MISSING),
+    }
+
+
+def _fit_cells(row: Record) -> Cells:
+    over = row["excess_kl"]
+    over = MISSING if over is None else f"{scientific(over)} nats{_limit(over, row['bar_excess_kl'], ' nats')}"
+    return {
+        "of": Path(row["of"]).name,
+        "heads": number(row["heads"]),
+        "tokens": number(row["length"]),
+        "warm median": seconds(row["seconds"]) + _limit(row["seconds"], row["bar_seconds"], " s"),
+        "first use": seconds(row["seconds"] + row["first_use_seconds"]),
+        "sweeps, mean and most": f"{row['sweeps']['mean']:.1f}, {row['sweeps']['max']}",
+        "worst KL": f"{row['worst_kl']:.4f} nats",
+        "not converged": number(row["not_converged"]),
+        "KL over the reference, at most": over,
+    }
+
+
+def _dense_cells(row: Record) -> Cells:
+    error = max(row["difference"].values())
+    extrapolated = ", extrapolated" if row["extrapolated"] else ""
+    ratio, of_wholes = (
+        "refused" if row["refused"] else f"{row[name]:.1f}×" for name in ("ratio", "intervention_ratio")
+    )
+    return {
+        "point": f"{Path(row['model']).name} {shape(row['point'])}",
+        "layers measured": f"{row['layers']} of {row['of_layers']}{extrapolated}",
+        "dense, all layers": seconds(row["seconds"]),
+        "ours": seconds(row["statistics_seconds"]),
+        "ratio": ratio,
+        "intervention with it": seconds(row["intervention_seconds"]),
+        "ratio of wholes": of_wholes,
+        "ours from float64, relative": scientific(error) + _limit(error, row["bar_difference"]),
+    }
 
 
 def _limit(value: float, limit: float | None, unit: str = "") -> str:
@@ -328,12 +353,15 @@ _PARTS = {
 def errors(records: Sequence[Record]) -> Tables:
     """Yield the largest error of each part, backend and precision, with its limit and the paper's."""
     lines = []
-    of = lambda row: (row["part"], row["backend"], row["precision"])  # noqa: E731
-    for place, group in groupby(_rows(records, "errors"), lambda each: (each[0], *of(each[1]))):
-        name, part, backend, precision = place
-        rows, column = [row for _, row in group], {"fp32": 1, "bf16": 3}[precision]
+    by_part: dict[tuple[str, str, str | None, str], list[Record]] = {}
+    for name, row in _rows(records, "errors"):
+        by_part.setdefault((name, row["part"], row["backend"], row["precision"]), []).append(row)
+    for (name, part, backend, precision), rows in by_part.items():
+        column = {"fp32": 1, "bf16": 3}[precision]  # of relative L2 in GRADIENT_ERRORS
         papers = [paper.GRADIENT_ERRORS.get(row["tensor"]) for row in rows] if part == "layer" else []
-        quoted = [each[column] for each in papers if each] + [paper.PRUNED_ERRORS[precision]] * (part == "pruned layer")
+        quoted = [each[column] for each in papers if each]
+        if part == "pruned layer":
+            quoted.append(paper.PRUNED_ERRORS[precision])
         eager = max((row["eager"]["relative_l2"] for row in rows if row["eager"]), default=None)
         lines.append(
             {

@@ -276,8 +276,7 @@ def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
     for record in (record for records in measured.values() for record in records):
         for block in _analysis_blocks(heading, record, where):
             if block.cells:
-                shown = block.title in PAGE_TABLES
-                yield replace(block, text=block.text * shown, page=None if shown else pd.DataFrame())
+                yield block if block.title in PAGE_TABLES else replace(block, text="", page=pd.DataFrame())
     drawn = {figure.name: (figure.title, recipe_figure(figure, table)) for figure in table.recipe.figures}
     drawn |= {name.replace(" ", "-"): (name, analysis_figure(records)) for name, records in measured.items()}
     if "fig:systems-across-stages" in table.recipe.labels:
@@ -293,7 +292,8 @@ def document(blocks: Sequence[Block]) -> str:
     texts = []
     for block in blocks:
         tables = [table for table in (block.page, block.frame) if table is not None and len(table)]
-        texts += [f"**{escaped(block.title or block.heading)}**"] * bool(tables)
+        if tables:
+            texts.append(f"**{escaped(block.title or block.heading)}**")
         texts += [*map(markdown, tables), block.text]
     return "\n\n".join(filter(None, texts))
 
@@ -306,7 +306,8 @@ def on_terminal(blocks: Sequence[Block]) -> str:
         table = block.page if is_headline else block.frame
         if table is not None and len(table):
             texts += [block.title or block.heading, terminal(table)]
-            texts += ["All rows and metrics: --tables FOLDER."] * is_headline
+            if is_headline:
+                texts.append("All rows and metrics: --tables FOLDER.")
         texts.append(re.sub(r"\\(\W)", r"\1", block.text))  # without the marks of Markdown
     return "\n\n".join(filter(None, texts))
 
@@ -364,7 +365,7 @@ def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | No
         rate = re.search(r"([\d.]+%) ", str(label))
         more = [words[name] + row[name] for name in others if row.get(name, MISSING) not in (MISSING, "plotted")]
         line = lines.setdefault(str(label).replace(rate[0], "") if rate else str(label), {})
-        line[rate[1] if rate else "0%"] = row[value] + f" ({', '.join(more)})" * bool(more)
+        line[rate[1] if rate else "0%"] = f"{row[value]} ({', '.join(more)})" if more else row[value]
     table: Any = pd.DataFrame.from_dict(lines, orient="index").fillna(MISSING)
     table = table[sorted(table, key=lambda share: float(share.rstrip("%")))]
     return table.rename_axis(frame.index.name)

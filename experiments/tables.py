@@ -411,8 +411,8 @@ class RecipeTable:
             notes.append("(low to high) is 95% of a paired bootstrap over held-out windows or questions, of one seed.")
         missing = len(self.recipe.rows) - len(self.ran())
         if missing and self.recipe.metrics:
-            few = scale_named(self.scale).base == "smoke" and self.recipe.smoke is not None
-            why = "; the smoke scale runs only some arms" * few
+            is_part = scale_named(self.scale).base == "smoke" and self.recipe.smoke is not None
+            why = "; the smoke scale runs only some arms" if is_part else ""
             notes.append(f"Not run: {missing} of {len(self.recipe.rows)} rows{why}.")
         arms = {self._resolved(row.arm).partition("@")[0] for row in self.ran()}
         runs = [record for (arm, seed), record in self._records.items() if arm in arms and seed in self.seeds]

@@ -202,9 +202,13 @@ class PartialSpearman(Analysis):
     def tables(record: Record) -> list[Part]:
         rows = []
         for name, each in record["correlations"].items():
-            papers = {key: text for key, text in paper.PARTIAL.items() if name == "variance" and key in each}
+            # The paper has the correlations of the variance alone.
+            papers = paper.PARTIAL if name == "variance" else {}
             cells = [
-                correlation(each.get(key)) + f" (paper {papers.get(key)})" * (key in papers) for key in CORRELATIONS
+                f"{correlation(each[key])} (paper {papers[key]})"
+                if key in papers and key in each
+                else correlation(each.get(key))
+                for key in CORRELATIONS
             ]
             rows.append([name.replace("_", " "), *cells])
         table = Table.of("", ["score", *CORRELATIONS.values()], rows, [paper.SELECTION_TEXT.note])

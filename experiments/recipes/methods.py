@@ -191,8 +191,10 @@ _PRIOR_PAPER = {("mean", "25"): {"delta": "+0.665", "perplexity": "24.1165"}, ("
 
 def _changes(rates: tuple[str, ...], patterns: tuple[str, ...]) -> Reference:
     """Return the file of each arm's change of perplexity, by rate and pattern."""
-    arms_of = lambda rate: {PATTERNS[pattern]: f"4k-{pattern}-{rate}" for pattern in patterns}  # noqa: E731
-    return changes({str(int(rate) / 100): arms_of(rate) for rate in rates})
+    groups = {}
+    for rate in rates:
+        groups[str(int(rate) / 100)] = {PATTERNS[pattern]: f"4k-{pattern}-{rate}" for pattern in patterns}
+    return changes(groups)
 
 
 RECIPES["rates_and_patterns"] = Recipe(
