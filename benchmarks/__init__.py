@@ -21,11 +21,12 @@ def command(
     """Return a script's `main`: it parses settings of a dataclass, measures, and prints the tables of the record."""
 
     def run(settings: Any, out: Path | None = None, json: bool = False) -> int:
-        with process_group(getattr(settings, "device", "auto")):
+        with process_group(settings.device):
             record = measure(settings, out=out)
         show(record, *tables(record), as_json=json)
         return exit_code(record)
 
+    # tyro reads flags and help of a function from these.
     run.__annotations__["settings"] = tyro.conf.OmitArgPrefixes[kind]  # type: ignore[valid-type]
     run.__doc__ = kind.__doc__
     return lambda words=None: tyro.cli(run, args=words, prog=f"python -m benchmarks.{prog}")

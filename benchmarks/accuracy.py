@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from benchmarks import command
 from saf.bench.models import synthetic_patterns
 from saf.bench.protocol import Session
-from saf.bench.speed import require
+from saf.bench.speed import DTYPES, require
 from saf.bench.subjects import TOLERANCE
 from saf.heads import Head, HeadLayout, HeadSet
 from saf.machine import Execution
@@ -34,7 +34,6 @@ from saf.surgery import install_, prune_, uninstall_
 TENSORS = ("output", "input", "value", "query projection", "key projection", "value projection", "output projection")
 """The output, the gradients to input and values, and those to the four weights."""
 ROLES = ("query", "key", "value", "output")
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 SDPA_FACTOR = 2.0
 """Largest multiple of the error of PyTorch's own attention at the same shape; `TOLERANCE` bounds it too."""
 LAYER_FACTOR = 1.1
@@ -122,17 +121,19 @@ def usable_backends(session: Session, settings: Accuracy, precision: str) -> Ite
 def layer_rows(settings: Accuracy, layer: "Layer", backend: str | None, precision: str) -> Iterator[Row]:
     """Yield a row for each tensor of a whole layer; without a backend the layer is pruned."""
     autocast = torch.bfloat16 if precision == "bf16" else None
-    edit: Any = {"frozen": backend is not None, "pruned": backend is None}
-    exact, eager = layer.eager(dtype=torch.float64, **edit), layer.eager(autocast=autocast, **edit)
-    result = layer.model(backend=backend, pruned=backend is None, autocast=autocast)
+    pruned = backend is None
+    exact = layer.eager(frozen=not pruned, pruned=pruned, dtype=torch.float64)
+    eager = layer.eager(frozen=not pruned, pruned=pruned, autocast=autocast)
+    result = layer.model(backend=backend, pruned=pruned, autocast=autocast)
     unfrozen = layer.model(backend=None, autocast=autocast)
     unfrozen_exact = layer.eager(frozen=False, dtype=torch.float64)
     for name in TENSORS:
         errors, baseline = distance(result[name], exact[name]), distance(unfrozen[name], unfrozen_exact[name])
         limit = LAYER_FACTOR * baseline["relative_l2"]
-        # In float32 rounding is near the limit of operators anyway: a lucky unfrozen layer does not lower it.
-        limit = limit if autocast else max(limit, TOLERANCE[DTYPES[precision]])
-        part = "layer" if backend else "pruned layer"
+        if autocast is None:
+            # In float32 rounding is near the limit of operators anyway: a lucky unfrozen layer does not lower it.
+            limit = max(limit, TOLERANCE[torch.float32])
+        part = "pruned layer" if pruned else "layer"
         yield row_of(part, name, errors, baseline, limit, eager=distance(result[name], eager[name]))
 
 
@@ -144,6 +145,7 @@ def operator_rows(settings: Accuracy, layer: "Layer", backend: str, precision: s
     frozen = FrozenHeads.from_patterns(layer.pattern, backend=backend, dtype=dtype, device=value.device)
     weights = layer.pattern.dense()[:, : settings.length, : settings.length]
     result = mixing_errors(lambda x: frozen_attention(x, frozen), weights, value, upstream)
+    # PyTorch's attention mixes the same values by drawn queries and keys, and is held against its own exact softmax.
     scores = query.double() @ key.double().mT * settings.head_dim**-0.5
     softmax = scores.masked_fill(future(settings.length, value.device), -torch.inf).softmax(-1)
     baseline = mixing_errors(partial(live_attention, query, key), softmax, value, upstream)
@@ -157,6 +159,7 @@ def mixing_errors(mix: Any, weights: Tensor, value: Tensor, upstream: Tensor) ->
     leaf = value.clone().requires_grad_()
     output = mix(leaf)
     (gradient,) = torch.autograd.grad(output, leaf, upstream)
+    # O = P V, and so dV = P^T dO.
     return {
         "output": distance(output.detach(), weights @ value.double()),
         "value": distance(gradient, weights.mT @ upstream.double()),
@@ -219,7 +222,7 @@ class Layer:
         leaves = {role: weight.to(dtype, copy=True).requires_grad_() for role, weight in self.weights.items()}
         x = self.x.to(dtype, copy=True).requires_grad_()
         length = x.shape[1]
-        fixed = self.pattern.dense()[:, :length, :length].to(dtype) * frozen
+        fixed = self.pattern.dense()[:, :length, :length].to(dtype) * frozen  # all zero for pruned heads
         with torch.autocast(x.device.type, autocast, enabled=autocast is not None):
             query, key, value = (
                 F.linear(x, leaves[role]).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for role in ROLES[:3]
@@ -229,6 +232,7 @@ class Layer:
             weights = list(scores.masked_fill(future(length, x.device), -torch.inf).softmax(-1).unbind(1))
             for place, head in enumerate(self.heads.frozen if frozen or pruned else ()):
                 weights[head] = fixed[place].expand(x.shape[0], -1, -1)
+            # Eq. (1), and with a fixed pattern Eq. (3): O = P V, head by head.
             mixed = torch.stack([each @ value[:, head] for head, each in enumerate(weights)], 2)
             output = F.linear(mixed.flatten(2), leaves["output"])
         output.backward(self.upstream.to(output.dtype))
@@ -247,6 +251,8 @@ class Layer:
         if backend:
             options = {"dtype": autocast or torch.float32, "device": device, "kv_head": heads.kv_head}
             frozen = FrozenHeads.from_patterns(self.pattern, backend=backend, **options)
+        # Rows of weights by role: queries and keys of live heads alone, values and outputs also of frozen ones, live
+        # heads first (`HeadLayout.slots`). Indexing leaves gradients at the rows of the whole weights.
         live, retained = (self.heads.live, self.heads.live) if pruned else (heads.live, heads.slots)
         channel = torch.arange(self.head_dim, device=device)
         rows = {
@@ -265,6 +271,7 @@ class Layer:
             output = F.linear(flat_heads(mixed_attention(query, key, value, frozen)), own["output"])
         output.backward(self.upstream.to(output.dtype))
         assert value.grad is not None
+        # Back into the order of the original heads, as `eager` has them.
         ordered = value.grad.new_zeros(x.shape[0], self.heads.num_heads, *value.grad.shape[2:])
         ordered[:, list(retained)] = value.grad
         return named(output, x, ordered, {role: leaf.grad for role, leaf in leaves.items()})
@@ -273,6 +280,7 @@ class Layer:
 def named(output: Tensor, x: Tensor, value: Tensor | None, weights: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """Name the seven tensors; every gradient must be there."""
     tensors = [output.detach(), x.grad, value, *(weights[role] for role in ROLES)]
+    # A missing gradient makes the list shorter, which `strict` refuses.
     return dict(zip(TENSORS, [tensor for tensor in tensors if tensor is not None], strict=True))
 
 
@@ -330,6 +338,7 @@ def states(settings: Accuracy, backend: str, device: torch.device) -> Iterator[t
             prune_(edited, pruned)
 
     def state() -> tuple[Tensor, Tensor]:
+        # A new model each time: it can carry nothing over from the operations before.
         exact = GPT(config).double().eval()
         exact.load_state_dict(weights)
         edit(exact, kinds, "reference")
@@ -349,18 +358,22 @@ def states(settings: Accuracy, backend: str, device: torch.device) -> Iterator[t
 
 def draw_change(kinds: dict[Head, str], generator: torch.Generator) -> dict[Head, str]:
     """Return some heads with their next kinds: live ones frozen or pruned, or others live again."""
-    live, edited = ([head for head, kind in kinds.items() if (kind == "live") == wanted] for wanted in (True, False))
+    live = [head for head, kind in kinds.items() if kind == "live"]
+    edited = [head for head, kind in kinds.items() if kind != "live"]
     number, choice = (int(torch.randint(n, (), generator=generator)) for n in (MAX_HEADS, 3))
     undo = bool(edited) and (not live or choice == 0)
     pool = edited if undo else live
     heads = [pool[place] for place in torch.randperm(len(pool), generator=generator)[: number + 1]]
-    return dict.fromkeys(heads, "live" if undo else ("frozen", "pruned")[choice == 1])
+    if undo:
+        return dict.fromkeys(heads, "live")
+    return dict.fromkeys(heads, "pruned" if choice == 1 else "frozen")
 
 
 def failed(record: Row) -> int:
     """Print the rows above their limits; return 1 where there are some."""
     rows = above_limits(record)
-    print("\n".join(rows), file=sys.stderr, end="\n" if rows else "")
+    for row in rows:
+        print(row, file=sys.stderr)
     return 1 if rows else 0
 
 

@@ -30,19 +30,20 @@ class Attention(PassSpeed):
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of weights and inputs; bf16 on CUDA, fp32 on a CPU."""
     compile: Compile = "off"
-    """Layers are called as they are: a compiler would drop those whose outputs nothing reads."""
+    """Off is the only value: a compiler would drop layers whose outputs nothing reads."""
 
     def check(self) -> None:
         super().check()
         require(self.compile == "off", "compile must be off: a compiler would drop layers whose outputs nothing reads")
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
+        # "fp32" is no autocast: weights and inputs have one dtype already.
         models, execution = self.plan(point), replace(self.execution, precision="fp32")
         model = models.build(arm, self.dtype_of(self.dtype)).eval()
         ((tokens, _),) = models.tokens(1, point.batch_size)
         layers = AttentionLayers(model, tokens.contiguous())
         del model
-        gc.collect()  # edited models are in cycles, whose other weights would stay
+        gc.collect()  # models with frozen heads are in reference cycles: the MLPs' weights would stay in memory
         return Passes(self, layers, (), execution, pool)
 
 
@@ -65,6 +66,7 @@ class AttentionLayers(nn.Module):
 
     def forward(self) -> Tensor:
         inputs, named = self.inputs
+        # Every layer takes the first one's input: no time depends on its values, and nothing lies in between.
         for layer in self.layers:
             output = layer(*inputs, **named)
         return output[0] if isinstance(output, tuple) else output

@@ -65,7 +65,7 @@ def measure(settings: Compiling, *, out: Path | None = None) -> dict[str, Any]:
 
 
 def record_events(session: Session, settings: Compiling, form: str, point: Point) -> None:
-    """Record the rows of one form."""
+    """Measure one form in a new process, and record a row for each event."""
     with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(1, SPAWN) as pool:
         results = pool.submit(events, settings, form, point, folder).result()
     place = {"model": settings.model, "point": point.to_dict()}
@@ -77,7 +77,7 @@ def record_events(session: Session, settings: Compiling, form: str, point: Point
 
 def events(settings: Compiling, form: str, point: Point, caches: str | None = None) -> dict[str, Any]:
     """Return the cost of each event of one form, in this process."""
-    if caches is not None:
+    if caches is not None:  # read by the compilers when they first compile
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": caches, "TRITON_CACHE_DIR": f"{caches}/triton"}
     execution = Execution.of(settings.device, compile=FORMS[form])
     kernel = "cudnn" if execution.device.type == "cuda" else "auto"
@@ -95,6 +95,7 @@ def events(settings: Compiling, form: str, point: Point, caches: str | None = No
     first = [(layer, head) for layer, count in enumerate(counts) for head in range(count)]
     freeze(updater, first)
     results["first event"] = stand_still(updater) | {"frozen": len(first)}
+    # A head more in every fourth layer: some layouts are new then, and the others compiled already.
     more = [(layer, count) for layer, count in enumerate(counts) if count < heads][::4]
     freeze(updater, more)
     results["second event"] = stand_still(updater) | {"frozen": len(first) + len(more)}
@@ -102,7 +103,7 @@ def events(settings: Compiling, form: str, point: Point, caches: str | None = No
 
 
 def freeze(updater: Updater, heads: list[Head]) -> None:
-    """Freeze heads with synthetic patterns."""
+    """Freeze heads with synthetic patterns: what an event does, without calibration and fits."""
     model: Any = updater.model
     generator = torch.Generator().manual_seed(0)
     patterns = synthetic_patterns(len(heads), model.config.max_length, generator, updater.execution.device)
@@ -114,6 +115,7 @@ def stand_still(updater: Updater) -> dict[str, float]:
     began = time.perf_counter()
     updater.compile_()
     prepared = time.perf_counter() - began
+    # Each update is timed alone, to tell those that compile from those at full speed.
     seconds = [1e-3 * updates_in_a_row(updater, 1) for _ in range(AFTER)]
     speed = statistics.median(seconds[AFTER // 2 :])
     lost = prepared + sum(each - speed for each in seconds)

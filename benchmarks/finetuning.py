@@ -26,7 +26,7 @@ from saf.train import TrainConfig
 from saf.train.finetune import TASK_SETTINGS
 
 TIMED = {"sst2": (256, 1), "boolq": (64, 1), "quality": (4, 4)}
-"""Examples of a micro-batch and micro-batches of an update when the paper times finetuning."""
+"""Examples of a micro-batch, and micro-batches of an update, by task: those of the paper's timing."""
 
 Batches = list[tuple[Tensor, Tensor]]
 
@@ -70,12 +70,11 @@ class Finetuning(ModelSpeed):
 
     def check(self) -> None:
         require(not self.points, "points must be left out: the task's examples make them")
-        require(
-            self.graphs == "off" or self.compile == "off",
-            "compile must be off with CUDA graphs: every length is a program",
-        )
+        one_program_a_length = self.graphs != "off" and self.compile != "off"
+        require(not one_program_a_length, "compile must be off with CUDA graphs: every length is a program")
         require(len({*self.orders}) == len(self.orders) > 0, "orders must be different seeds")
         super().check()
+        # On CUDA an id beyond the embedding ends the process with an error of the device that names no setting.
         highest = max(int(inputs.max()) for batches in self.batches.values() for inputs, _ in batches)
         known = self.plan(self.all_points()[0]).shape.vocab_size
         require(highest < known, f"the examples have token ids up to {highest}, {self.model} knows {known}")
@@ -85,13 +84,15 @@ class Finetuning(ModelSpeed):
         """The micro-batches of a timed block by the name of their order, as finetuning hands them out, on the CPU."""
         size, accumulation = self.sizes
         own = {name: value for name, value in TASK_SETTINGS[self.task].items() if name in ("max_tokens", "too_long")}
-        own |= {} if self.max_tokens is None else {"max_tokens": self.max_tokens}
+        if self.max_tokens is not None:
+            own["max_tokens"] = self.max_tokens
         finetuning = FinetuneSettings(test=self.test, tokenizer=self.tokenizer, **own)
         config = TrainConfig(data=self.data, out="", task=self.task, finetuning=finetuning, batch_size=size)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", SafWarning)  # skipped test examples matter to no time
             task: Any = TASKS[self.task](config, length=self.length)
         batches = {}
+        # The seed decides the order alone, so the examples are read and encoded once.
         for seed in self.orders:
             task.settings = replace(config, seed=seed)
             training = task.training(0, torch.device("cpu"))
@@ -102,10 +103,11 @@ class Finetuning(ModelSpeed):
         return [Point(max(inputs.shape[1] for each in self.batches.values() for inputs, _ in each), *self.sizes)]
 
     def plan(self, point: Point) -> ModelPlan:
-        return super().plan(replace(point, length=self.length))
+        return super().plan(replace(point, length=self.length))  # of the parent's context, not of the longest example
 
     def variants(self) -> tuple[str, ...]:
-        return tuple(name + f" {GRAPH}" * (mode == GRAPH) for mode in super().variants() for name in self.batches)
+        modes = super().variants()
+        return tuple(f"{name} {GRAPH}" if mode == GRAPH else name for mode in modes for name in self.batches)
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         device = self.execution.device
@@ -123,11 +125,13 @@ class FinetuneSubject(UpdateSubject):
         self.orders = orders
 
     def warm_up(self) -> None:
+        # Whole blocks, because every length of a batch has kernels to choose, and a graph to capture, of its own.
         for _ in range(self.settings.warmup):
             for variant in self.settings.variants():
                 self.timed_block(variant)
 
     def timed_block(self, variant: str) -> float:
+        # From the first batch on: each block has the same batches, in both arms.
         self.updaters[launch_mode(variant)].batches = cycle(self.orders[variant.removesuffix(f" {GRAPH}")])
         return super().timed_block(variant)
 

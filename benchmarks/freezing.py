@@ -62,7 +62,7 @@ class Freezing:
 
 
 def measure(settings: Freezing, *, out: Path | None = None) -> dict[str, Any]:
-    """Return the record of freezings."""
+    """Time freezings at every point and rate, and return the record."""
     require(settings.repeats >= MIN_REPEATS, f"repeats must be at least {MIN_REPEATS}, got {settings.repeats}")
     texts = settings.points or POINTS.get(settings.model, ())
     require(bool(texts), "points must name context and sequences, such as --points 4096x32")
@@ -78,10 +78,11 @@ def measure(settings: Freezing, *, out: Path | None = None) -> dict[str, Any]:
 def measure_point(session: Session, settings: Freezing, point: Point) -> None:
     """Time freezings at every rate."""
     model, weights = build(settings, point, session.execution.device)
+    # A step gives the optimiser moments: freezing edits them with the weights, and that takes time, too.
     optimizer = build_optimizer(model)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()  # its moments are edited too
+    optimizer.step()
     optimizer.zero_grad()
     generator = torch.Generator().manual_seed(settings.seed)
     ids = torch.randint(model.config.vocab_size, (point.batch_size, point.length), generator=generator)
@@ -112,6 +113,7 @@ def freeze_once(
     wait_for(execution.device)
     began = time.perf_counter()
     with execution.autocast():
+        # Compact by name: the default is exponential from 4,096 tokens on, whose fits take twice as long.
         report = freeze_(model, batches, FreezeConfig(rate=rate, storage="compact"), optimizer=optimizer)
     wait_for(execution.device)
     seconds = time.perf_counter() - began
@@ -145,7 +147,7 @@ def structure_(model: GPT, generator: torch.Generator) -> None:
     rotation turns that part into logits by distance.
     """
     config = model.config
-    common = (torch.randint(2, (config.hidden_size,), generator=generator) * 2 - 1).to(model.embed.weight)
+    common = (torch.randint(2, (config.hidden_size,), generator=generator) * 2 - 1).to(model.embed.weight)  # signs
     model.embed.weight += model.embed.weight.std() * common
     for attention in model.attention_layers():
         strength, content = (
@@ -156,6 +158,7 @@ def structure_(model: GPT, generator: torch.Generator) -> None:
         for weight, scale in ((attention.q_proj.weight, content), (attention.k_proj.weight, torch.ones_like(content))):
             rows = weight.view(config.num_heads, config.head_dim, -1)
             rows *= scale.to(weight)[:, None, None]
+            # The root, as a logit is a product of a query and a key.
             rows += strength.sqrt().to(weight)[:, None, None] * read
 
 

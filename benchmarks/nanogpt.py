@@ -65,8 +65,8 @@ class NanoGPT:
         source = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(source)
         config = preset(settings.model, max_length=point.length)
-        torch.manual_seed(settings.seed)
-        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        torch.manual_seed(settings.seed)  # its model draws from PyTorch's global generator
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True  # as its train.py does
         shape = source.GPTConfig(
             block_size=point.length, vocab_size=config.vocab_size, n_layer=config.num_layers, n_head=config.num_heads,
             n_embd=config.hidden_size, dropout=0.0, bias=False,
@@ -81,6 +81,7 @@ class NanoGPT:
         self.batches = [(inputs.contiguous(), targets.contiguous()) for inputs, targets in tokens]
 
     def update(self) -> None:
+        # Line by line as in its train.py, the scaler that is switched off included.
         for step in range(self.accumulation):
             inputs, targets = self.batches[step % len(self.batches)]
             with self.autocast():

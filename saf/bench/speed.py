@@ -40,7 +40,7 @@ from saf.ops import BACKENDS
 from saf.ops.live import FLASH_DECODE, KERNELS
 from saf.records.table import byte_size, change_percent, signed
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BEGIN_SHARE = 0.5
 """A point begins if the time left is more than this share of the longest point before it; it may end with fewer pairs
 than were asked for."""
