@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/*.md", "docs/**/*.md")
+DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "docs/**/*.md")
 HISTORY = ("CHANGELOG.md", "docs/log.md")
 MAX_LINES = {"README.md": 150, "CONTRIBUTING.md": 120}
 # A name in backticks is a file of the repository when it begins with one of these folders.
@@ -39,12 +39,13 @@ MACHINE_PATH = re.compile(rf"(?<![\w.:/-])/(?:{'|'.join(MACHINE_FOLDERS)})/")
 FLAG = re.compile(r"--[a-z][\w.-]*")
 # What `saf` answers without a command, and each command without a setting.
 COMMON_FLAGS = {"--help", "--version"}
+# A word that stands for another one: NAME, <name>, {name}, *.json, ...
 PLACEHOLDER = re.compile(r"[A-Z]{2,}|[<>{}*…]|\.\.\.")
 
 
 def documents() -> list[Path]:
     """Return the documents that exist, in a fixed order."""
-    return sorted({path for pattern in DOCUMENTS for path in ROOT.glob(pattern)})
+    return sorted(path for pattern in DOCUMENTS for path in ROOT.glob(pattern))
 
 
 def blocks(text: str) -> Iterator[tuple[int, int, str, int]]:
@@ -54,6 +55,7 @@ def blocks(text: str) -> Iterator[tuple[int, int, str, int]]:
         fence = FENCE.match(line)
         if fence and opening is None:
             start, opening = number, fence
+        # Closed by as many ticks: a block that shows a block has more.
         elif fence and opening and fence["ticks"] == opening["ticks"] and not fence["info"].strip():
             yield start, number, opening["info"].strip(), len(opening["indent"])
             opening = None
@@ -108,9 +110,11 @@ def commands(text: str) -> Iterator[tuple[int, str]]:
         line = ""
         for number, part in enumerate(text.splitlines()[first + 1 : last] if info == "sh" else (), first + 2):
             line += part.partition(" #")[0].strip()
-            if not line.endswith("\\"):
+            if line.endswith("\\"):
+                line = line[:-1]
+            else:
                 yield number, line
-            line = line[:-1] if line.endswith("\\") else ""
+                line = ""
     for number, line in enumerate(prose(text), 1):
         yield from ((number, code.strip()) for code in CODE.findall(line))
 
@@ -125,13 +129,13 @@ def command_problem(command: str) -> str | None:
         used = [word for word in words[1:] if "=" not in word]
         return next((f"`{command}`: make has no target {word}" for word in used if word not in targets), None)
     if words[:1] == ["saf"]:
-        names = [word for word in words[1:2] if not word.startswith("-")]
+        names = [word for word in words[1:2] if not word.startswith("-")]  # the command, or none: `saf --help`
         if not {*names} <= COMMANDS.keys():
             return f"`{command}`: saf has no such command"
         known = flags_of(*names)
     elif words[:3] == ["python", "-m", "experiments"]:
         known = flags_of_experiments()
-    elif words and FLAG.match(words[0]):
+    elif words and FLAG.match(words[0]):  # a flag alone, whose command the sentence around it names
         known = flags_of_experiments().union(*map(flags_of, COMMANDS))
     else:
         return None
@@ -150,9 +154,9 @@ def flags_of(name: str = "") -> set[str]:
         return shown.getvalue()
 
     text = help_of(name) if name else ""
-    return COMMON_FLAGS.union(
-        *(FLAG.findall(help_of(name, kind)) for kind in re.findall(r"• ([\w:-]+)", text)), FLAG.findall(text)
-    )
+    # `saf bench` lists its benchmarks with a dot, and each of them has flags of its own.
+    kinds = [help_of(name, kind) for kind in re.findall(r"• ([\w:-]+)", text)]
+    return COMMON_FLAGS.union(*map(FLAG.findall, [text, *kinds]))
 
 
 @cache

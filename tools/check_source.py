@@ -52,9 +52,9 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for item in node.names:
-                aliases[item.asname or item.name.partition(".")[0]] = (
-                    item.name if item.asname else item.name.split(".")[0]
-                )
+                # `import a.b` binds the name a to the package a, `import a.b as c` binds c to a.b.
+                top = item.name.partition(".")[0]
+                aliases[item.asname or top] = item.name if item.asname else top
                 yield node.lineno, item.name
         elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
             for item in node.names:
@@ -69,7 +69,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def problems(source: str, path: str) -> list[str]:
     """Return one line for each broken rule in the text of one file; `path` is relative to the repository."""
-    tree, broken = ast.parse(source, path), set()
+    tree, broken = ast.parse(source, path), set()  # a set, as `a.b` and `a.b.c` both break a rule of `a.b`
     for line, name in imports(tree):
         for rule, (allowed, reason) in NAMES.items():
             if (name == rule or name.startswith(f"{rule}.")) and not path.startswith(allowed):
@@ -81,7 +81,7 @@ def problems(source: str, path: str) -> list[str]:
         if path.startswith(refused):
             broken.add((node.lineno, f"{path}:{node.lineno}: {node.func.id} is not called here: {reason}"))
         if node.func.id == "isinstance":
-            for part in ast.walk(node.args[1]):
+            for part in ast.walk(node.args[1]):  # of a class, a tuple or a union
                 name = ast.unparse(part).rpartition(".")[2] if isinstance(part, ast.Name | ast.Attribute) else ""
                 allowed, reason = CLASSES.get(name, ((path,), ""))
                 if not path.startswith(allowed):

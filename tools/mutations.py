@@ -80,7 +80,7 @@ def outcome(folder: Path, mutation: dict[str, Any]) -> tuple[bool, str]:
     if status == 0:
         return False, "SURVIVED"
     failed = FAILED.search(printed)
-    if failed is None:
+    if failed is None:  # such as a wrong argument, or no test collected: nothing was noticed
         return False, f"pytest ended with {status}: {printed[-500:]}"
     if run_tests(folder, [failed[1]])[0]:
         return False, f"{failed[1]} fails unbroken too"

@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when PyTorch loads
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
@@ -42,6 +42,7 @@ def digest(*parts: object) -> str:
         if isinstance(part, Tensor):
             plain = part.detach().cpu().contiguous()
             hasher.update(f"{plain.dtype}{list(plain.shape)}".encode())
+            # As bytes: NumPy has no bfloat16.
             hasher.update(plain.reshape(-1).view(torch.uint8).numpy().tobytes())
         else:
             hasher.update(json.dumps(part, sort_keys=True).encode())
@@ -60,6 +61,7 @@ def command(*words: str) -> None:
 def prepare(root: Path) -> Path:
     """Prepare a data folder of invented words."""
     text, out = root / "text.jsonl", root / "data"
+    # Computed, not drawn: a generator's numbers may change between versions.
     lines = (" ".join(f"{(7 * line * word) % 997:x}" for word in range(1, 200)) for line in range(1, 400))
     text.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
     command("data", "prepare", str(text), "--out", str(out), "--vocab-size", str(VOCABULARY))
@@ -188,6 +190,7 @@ def models(device: str) -> Iterator[tuple[str, str]]:
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=256, max_position_embeddings=LENGTH, num_key_value_heads=2, **sizes)
     llama = LlamaForCausalLM(config).eval()
+    # transformers draws weights from the global generator, in an order of its own.
     for index, weight in enumerate(llama.parameters()):
         weight.data = 0.1 * drawn(tuple(weight.shape), 100 + index, "cpu", torch.float32)
     llama.to(device)
@@ -205,7 +208,7 @@ def hashes_at(commit: str, device: str) -> dict[str, str]:
         git = ("git", "-C", str(ROOT), "worktree")
         subprocess.run([*git, "add", "--quiet", "--detach", str(tree), commit], check=True)
         try:
-            script = shutil.copy(__file__, tree / "tools" / "parity.py")
+            script = shutil.copy(__file__, tree / "tools" / "parity.py")  # the commit's own may hash other things
             words = [sys.executable, script, "--device", device, "--out", str(out)]
             # The commit's own packages come first; the caller's path behind them may hold what both need.
             path = os.pathsep.join(filter(None, [str(tree), os.environ.get("PYTHONPATH")]))
@@ -229,7 +232,7 @@ def main() -> int:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if arguments.device == "auto" else arguments.device
     print(f"on {device}", flush=True)
     torch.set_num_threads(1)
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.use_deterministic_algorithms(True, warn_only=True)  # a warning where an operator has no such form
     hashes: dict[str, str] = {}
     for part in (operators, models, training):
         for name, value in part(device):
