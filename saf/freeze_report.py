@@ -141,7 +141,7 @@ class FreezeReport:
 
         Dense patterns are left out: the model's own files have them (saf.safetensors, or a checkpoint).
         """
-        # Marginals in float32: half of the file's bytes, for pictures and fits of later studies.
+        # Marginals are most of the file, T numbers a head of every layer, and exact enough in float32.
         tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
         tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
         if self.patterns is not None:

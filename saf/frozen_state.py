@@ -57,9 +57,10 @@ def description_of(adapter: Adapter, *, checksums: bool = False) -> tuple[dict[s
             "backend": None if site.frozen is None else site.frozen.backend,
         }
         if checksums:
-            weights = {role: weight for role, (weight, _) in site.projections().items()}
-            dtypes = {role: str(weight.dtype).removeprefix("torch.") for role, weight in weights.items()}
-            layer["weights"] = {role: {"dtype": dtypes[role], "sha256": _checksum(weights[role])} for role in weights}
+            layer["weights"] = {
+                role: {"dtype": str(weight.dtype).removeprefix("torch."), "sha256": _checksum(weight)}
+                for role, (weight, _) in site.projections().items()
+            }
         layers.append(layer)
         for head, pattern in patterns.items():
             tensors |= {f"{number}.{head}.{name}": part.cpu().contiguous() for name, part in pattern.state().items()}

@@ -134,14 +134,14 @@ def gaussian(
     drawn = []
     for head, center, square in zip(heads, logit_mean.double(), logit_variance.double(), strict=True):
         noise = torch.from_numpy(stream_of(seed, head).standard_normal(int(causal.sum())))
-        center[causal] += square[causal].sqrt() * noise
+        center[causal] += square[causal].sqrt() * noise  # in place: `take` returned a copy of what was collected
         drawn.append(causal_softmax(center).to(logit_mean.dtype))
     return torch.stack(drawn)
 
 
-# The paper's factor of estimated Dirichlet concentrations, their bounds, and the smallest parameter of a draw. Draws at
-# the bounds are nearly a single key, and within about a thousandth of the mean.
-SCALE, BOUNDS, PARAMETER_FLOOR = 16.0, (1e-2, 1e6), 1e-6
+SCALE = 16.0  # the paper's factor of estimated Dirichlet concentrations
+BOUNDS = (1e-2, 1e6)  # of these: draws there are nearly a single key, and within about a thousandth of the mean
+PARAMETER_FLOOR = 1e-6  # smallest parameter of a draw
 # A row with no more spread over keys, or summed variance over sequences, than this is its mean: in float32 its
 # concentration would be a quotient of rounding errors (squares of 3e-8 each; round numbers, not measured).
 NEAR_DETERMINISTIC, NEAR_CONSTANT = 1e-6, 1e-15
