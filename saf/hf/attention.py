@@ -327,7 +327,7 @@ def padding_mask(
     # Other mask functions separate packed documents, without a cache, or are of a window, which `attend` applies.
     if use_vmap or not getattr(config, "is_causal", True) or not (plain or alone or local_size is not None):
         raise UnsupportedError(f"frozen heads take causal masks, and packed documents without cache: {_SEPARATE_ROWS}")
-    if alone and not plain:
+    if alone and not plain:  # packed documents
         documents = Documents.of(mask_function, batch_size, q_length, torch.device(device or "cpu"))
         longest = q_length if documents is None else documents.longest
         _check_length(longest, config)
@@ -339,7 +339,7 @@ def padding_mask(
             )
         return PassMask(documents=documents)
     _check_length(kv_length if fixed else q_offset + q_length, config)
-    if isinstance(q_offset, Tensor):
+    if isinstance(q_offset, Tensor):  # a later step with a cache of fixed size
         # Without waiting for the device, or steps of decoding could not be captured as a CUDA graph.
         pad = None if attention_mask is None else left_padding(attention_mask, wait=False, allow_empty=True)
         # Cloned: the cache increments this tensor in place.

@@ -64,21 +64,20 @@ class TransformersFolder:
     def find(cls, path: Path) -> "TransformersFolder":
         """Return the model in a folder or on the hub; raise InputError where there is no causal language model."""
         if path.is_dir():
-            if not weight_files(path):
+            folder = path
+            if not weight_files(folder):
                 raise InputError(f"{path} has a config.json but no weights, model.safetensors or shards; save it again")
-            source = cls(str(path), path)
         else:
             with _translate_errors(
                 InputError, f"{path} must be a checkpoint, a run, a model's folder or its name on the hub"
             ):
-                file = cached_file(str(path), "config.json")
-            source = cls(str(path), Path(str(file)).parent)
+                folder = Path(str(cached_file(str(path), "config.json"))).parent
             for name in TOKENIZER_FILES:  # `data` reads these files, and `saf freeze` copies them
                 cached_file(str(path), name, _raise_exceptions_for_missing_entries=False)
-        architectures = read_json(source.folder / "config.json").get("architectures") or []
+        architectures = read_json(folder / "config.json").get("architectures") or []
         if architectures and not any(name.endswith(CAUSAL) for name in architectures):
             raise InputError(f"{path} must hold a causal language model (...ForCausalLM), got {architectures[0]}")
-        return source
+        return cls(str(path), folder)
 
     @property
     def hash(self) -> str:

@@ -87,7 +87,7 @@ def save_pretrained(
         state, tensors = description_of(adapter, checksums=True)
         with new_files(folder) as new:
             write_description(new, state, tensors)
-        write_section(folder, section(adapter))
+        write_section(folder, adapter)
     elif adapter is None and config_entry(model.config) and not getattr(model, _PEFT, False):
         model.config = copy.deepcopy(model.config)  # another model with frozen heads may use it
         del model.config.saf
@@ -99,7 +99,7 @@ def _upload_modified_files(
 ) -> Any:
     """Upload the files about heads too, with their section in the card that transformers has just written."""
     if (adapter := _edited_adapter(model)) is not None:
-        write_section(Path(working_dir), section(adapter))
+        write_section(Path(working_dir), adapter)
         # Files without an old timestamp count as modified.
         times = files_timestamps.items()
         files_timestamps = {name: time for name, time in times if name not in (STATE_FILE, TENSORS_FILE, CARD)}
@@ -226,8 +226,34 @@ _NEW_CARD = "---\nlibrary_name: transformers\ntags:\n- saf\n---\n\n# A model wit
 _MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
 
 
-def section(adapter: Adapter) -> str:
-    """Return the model card's section about the heads."""
+def write_section(folder: Path, adapter: Adapter) -> None:
+    """Replace the section about a model's edited heads in a folder's model card, or append it."""
+    _replace_section(folder, _section(adapter))
+
+
+def record_cost_(folder: Path, line: str) -> None:
+    """Write the cost of freezing into the model card's section; raise InputError where the card has no section.
+
+    Saving the model again drops the line, as its weights may have changed.
+    """
+    path = folder / CARD
+    match = _SECTION.search(path.read_text(encoding="utf-8")) if path.is_file() else None
+    if match is None:
+        raise InputError(f"{path} has no section about frozen heads; give the folder that `saf freeze` wrote")
+    rest = re.sub(f"^{re.escape(_COST)}.*\n\n?", "", match[1], flags=re.MULTILINE)
+    _replace_section(folder, f"{rest}{_COST}{line}\n\n")
+
+
+def _replace_section(folder: Path, text: str) -> None:
+    path, new = folder / CARD, f"{_BEGIN}\n{text}{_END}\n"
+    card = path.read_text(encoding="utf-8") if path.is_file() else _NEW_CARD
+    match = _SECTION.search(card)
+    # Not `_SECTION.sub`, which would read backslashes in the text as groups.
+    card = f"{card.rstrip()}\n\n{new}" if match is None else card.replace(match[0], new)
+    write_atomically(path, card.encode())
+
+
+def _section(adapter: Adapter) -> str:
     counts = {kind: len(adapter.heads(kind)) for kind in _MARKS}
     total, longest = sum(counts.values()), _entry_of(adapter)["max_length"]
     limit = "" if longest is None else f" It takes inputs of up to {longest} tokens, the length it was calibrated on."
@@ -267,12 +293,12 @@ def _current_events(adapter: Adapter) -> list[dict[str, Any]]:
 
 
 def _event_line(event: dict[str, Any]) -> str:
-    """Describe one event in a line of the model card."""
     count = len(event["heads"])
     chosen = "as named" if event.get("named") else f"by {event['score_name']}"
     patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
     undone = "" if event["remaining"] == count else f" ({event['remaining']} of them still)"
-    parts = [f"{count} head{'s' * (count != 1)} {event['kind']}{undone} {chosen}{patterns}"]
+    noun = "head" if count == 1 else "heads"
+    parts = [f"{count} {noun} {event['kind']}{undone} {chosen}{patterns}"]
     if event.get("update") is not None:
         parts.append(f"after update {event['update']}")
     data = f" of {event['data']}" if event.get("data") else ""
@@ -290,25 +316,3 @@ def _event_line(event: dict[str, Any]) -> str:
     if event.get("healing"):
         parts.append(healing_words(event["healing"]))
     return "; ".join(parts) + f" (SHA-256 of the sequences {event['sequences_hash'][:16]})"
-
-
-def write_section(folder: Path, text: str) -> None:
-    """Replace the section about frozen heads in a folder's model card, or append it."""
-    path, new = folder / CARD, f"{_BEGIN}\n{text}{_END}\n"
-    card = path.read_text(encoding="utf-8") if path.is_file() else _NEW_CARD
-    match = _SECTION.search(card)
-    card = f"{card.rstrip()}\n\n{new}" if match is None else card.replace(match[0], new)
-    write_atomically(path, card.encode())
-
-
-def record_cost_(folder: Path, line: str) -> None:
-    """Write the cost of freezing into the model card's section; raise InputError where the card has no section.
-
-    Saving the model again drops the line, as its weights may have changed.
-    """
-    path = folder / CARD
-    match = _SECTION.search(path.read_text(encoding="utf-8")) if path.is_file() else None
-    if match is None:
-        raise InputError(f"{path} has no section about frozen heads; give the folder that `saf freeze` wrote")
-    rest = re.sub(f"^{re.escape(_COST)}.*\n\n?", "", match[1], flags=re.MULTILINE)
-    write_section(folder, f"{rest}{_COST}{line}\n\n")

@@ -33,7 +33,7 @@ from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, restore
 from saf.heads import EDITED
 from saf.heldout import heldout_loss
 from saf.hf.attention import NAME, config_entry, state_of
-from saf.hf.pretrained import section, wrap_method, write_section
+from saf.hf.pretrained import wrap_method, write_section
 from saf.machine import Execution
 from saf.models.adapter import adapter_for, unwrap
 from saf.optimizer_state import unwrap_optimizer
@@ -371,7 +371,7 @@ def _push_from_checkpoint(ordinary: Any, trainer: Any, checkpoint_folder: str) -
     if trainer.is_world_process_zero() and (checkpoint / STATE_FILE).is_file():
         for name in (STATE_FILE, TENSORS_FILE):
             copyfile(checkpoint / name, folder / name)
-        write_section(folder, section(adapter_for(trainer.model)))
+        write_section(folder, adapter_for(trainer.model))
     return ordinary(trainer, checkpoint_folder)
 
 
@@ -381,7 +381,7 @@ def create_model_card(ordinary: Any, trainer: Any, *arguments: Any, **options: A
     model = unwrap(trainer.model)
     edited = isinstance(model, PreTrainedModel) and config_entry(model.config)
     if edited and trainer.is_world_process_zero():
-        write_section(Path(trainer.args.output_dir), section(adapter_for(model)))
+        write_section(Path(trainer.args.output_dir), adapter_for(model))
 
 
 def _callback(trainer: Any) -> FreezeCallback | None:

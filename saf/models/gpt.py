@@ -286,6 +286,7 @@ class Attention(LayoutMixin):
         # The empty weight is detached, as clip_grad_norm_ fails on empty gradients; x still gets a gradient of zeros.
         if num_slots == 0:
             return (F.linear(x[..., :0], plain_weight(self.o_proj).detach()),)
+        # Frozen heads have values alone (paper, section 3.3).
         read = (self.q_proj, self.k_proj, self.v_proj) if num_live else (self.v_proj,)
         # Joined in each pass: a joined copy that is kept would be stale after an optimiser's step. One product, with
         # heads in memory order, makes an update of 331.5 ms take 322.8 (124M, 4K, H200).
