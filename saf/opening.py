@@ -106,6 +106,7 @@ def find_model(path: Path | str, *, optimizer: bool = False) -> "ModelFolder":
 class Encoder:
     """How a model's tokenizer turns text into tokens."""
 
+    # Two functions: lm-eval encodes contexts with special tokens, and choices by themselves without.
     encode: Callable[[str], list[int]]
     """Encodes a text with the special tokens that this model expects before it, and none behind it."""
     encode_plain: Callable[[str], list[int]]

@@ -142,21 +142,24 @@ class TransformersAdapter(TransformersModel, Adapter):
         super().check_attention()
 
     def set_attention_function(self) -> None:
-        """Use `attend` while heads are edited, and the model's original attention function once none is.
-
-        The configuration names the function and may be shared with other models, so this one gets its own copy.
-        """
+        """Use `attend` while heads are edited, and the model's original attention function once none is."""
         from saf.hf.pretrained import patch_pretrained  # which imports this module
 
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
         original = next((state.original_function for state in states if state.original_function is not None), None)
         if not all(state.layout.ordinary for state in states):
-            if original is None:
-                self._copy_config()
+            if original is None:  # other models may share the configuration, which names the function
+                shared, own = self.model.config, copy.deepcopy(self.model.config)
+                for module in self.model.modules():
+                    if getattr(module, "config", None) is shared:
+                        module.config = own
             for state in states:
                 state.original_function = original or self.model.config._attn_implementation
             self.use_saf_attention()
-            self._write_config_entry()
+            entry = config_entry(self.model.config) or {"schema": SCHEMA, "open_with": OPENS, "events": []}
+            lengths = [heads.max_length for heads in self.model.modules() if isinstance(heads, FrozenHeads)]
+            entry["max_length"] = min(lengths, default=None)
+            self.model.config.saf = entry
             if hasattr(type(self.model), "generate"):  # on the instance: ordinary models keep their method
                 self.model.create_masks_for_generate = mask_for_generation
             patch_pretrained()
@@ -167,26 +170,13 @@ class TransformersAdapter(TransformersModel, Adapter):
             vars(self.model).pop("create_masks_for_generate", None)
             vars(self.model.config).pop("saf", None)
 
-    def _copy_config(self) -> None:
-        shared, own = self.model.config, copy.deepcopy(self.model.config)
-        for module in self.model.modules():
-            if getattr(module, "config", None) is shared:
-                module.config = own
-
-    def _write_config_entry(self) -> None:
-        """Write `config.saf` where it is missing, and the number of positions that all patterns cover into it."""
-        if not config_entry(self.model.config):
-            self.model.config.saf = {"schema": SCHEMA, "open_with": OPENS, "events": []}
-        covered = [heads.max_length for heads in self.model.modules() if isinstance(heads, FrozenHeads)]
-        self.model.config.saf["max_length"] = min(covered, default=None)
-
 
 class TransformersSite(Site):
     """An attention layer of transformers; while heads of it are edited, its submodule `saf` has their state."""
 
     def __init__(self, adapter: TransformersAdapter, attention: Any):
         self._adapter, self._family, self.attention = adapter, adapter.family, attention
-        self.scale = attention.scaling
+        self.scale = attention.scaling  # Gemma's is query_pre_attn_scalar ** -0.5
         self.soft_cap = None if self._family.soft_cap is None else getattr(attention, self._family.soft_cap)
         self.post_norm = self._family.post_norm
         if (window := getattr(attention, "sliding_window", None)) is not None:

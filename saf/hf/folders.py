@@ -124,7 +124,7 @@ class TransformersFolder:
         with _translate_errors(DataError, f"{self.name} has no tokenizer; copy it into the model's folder"):
             tokenizer: Any = AutoTokenizer.from_pretrained(self.name)
         bos = tokenizer.bos_token_id
-        first_token = tokenizer.eos_token_id if bos is None else bos
+        first_token = tokenizer.eos_token_id if bos is None else bos  # as lm-eval's own models do
         encode_plain = partial(tokenizer.encode, add_special_tokens=False)
         sample = tokenizer.encode("a")
         # Special tokens before a text only: those behind it would separate a context from its continuation.
@@ -192,6 +192,7 @@ def open_folder_source(settings: CheckpointFreezing, say: Callable[[str], Any]) 
         return healing
 
     def write(report: FreezeReport) -> str:
+        # `freeze_` has recorded the event, but knows neither the data's name nor the BOS token.
         event = config_entry(model.config)["events"][-1]
         event |= {"data": data.folder.resolve().name, "bos": bos}
         if report.healing is not None:

@@ -117,6 +117,7 @@ class ExactLengthModel(TemplateLM):
                 f"a question must have at most {self.longest:,} tokens, got {len(request.inputs):,}; --too-long cut "
                 f"shortens it at its beginning, {text[0][:60]!r}"
             )
+        # A choice takes as many inputs as it has tokens: one of the context, and its own but the last.
         if len(tokens) > self.longest:
             raise InputError(f"a choice must have at most {self.longest:,} tokens, got {len(tokens):,}")
         self.cut.add(text)

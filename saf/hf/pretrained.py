@@ -187,6 +187,7 @@ def _resized_class(cls: Any, state: dict[str, Any]) -> Any:
 def _restore_heads_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor]) -> None:
     """Restore the heads of a model with loaded weights; raise CheckpointError where the weights have other heads."""
     sites: list[Any] = list(adapter_for(model).sites())
+    # accelerate leaves offloaded weights on the meta device, where they cannot be compared or restored.
     if any(weight.is_meta for site in sites for weight, _ in site.projections().values()):
         raise UnsupportedError("attention layers with frozen heads must not be offloaded: give them devices")
     layouts = []

@@ -226,12 +226,15 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     def _check_trainer(self, args: Any, updates: int) -> None:
         """Raise InputError or UnsupportedError for arguments that do not fit the events or the schedule."""
-        trainer, inner = self.trainer, _uncompiled(self.trainer.model_wrapped)
+        trainer = self.trainer
+        inner = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)  # under torch.compile
         sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
         if sharded or not (inner is trainer.model or isinstance(inner, DistributedDataParallel)):
             raise UnsupportedError("FreezeCallback needs whole weights: leave FSDP, DeepSpeed and DataParallel out")
+        # auto_find_batch_size starts over with the model as it is, perhaps frozen, when memory runs out.
         if args.fp16 or args.auto_find_batch_size:
             raise UnsupportedError("FreezeCallback takes neither fp16 nor auto_find_batch_size: use bf16, set a size")
+        # A logged loss is the mean since the last log. Schedules without a first update decide by each loss.
         if self.schedule.first_update(updates) is None and (args.logging_steps, args.logging_strategy) != (1, "steps"):
             raise InputError(f"a {self.schedule.name} schedule reads every loss from the log: set logging_steps=1")
 
@@ -265,6 +268,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
     def _stored(self, state: TrainerState) -> dict[str, Any] | None:
         """Return this callback's state in a resumed checkpoint; None where it has none."""
         callbacks: Any = state.stateful_callbacks or {}
+        # At update 0 nothing is resumed: the Trainer has entered this callback's own state, of an earlier training.
         entry = callbacks.get(type(self).__name__) if state.global_step else None
         stored = None if entry is None else entry["attributes"]["progress"]
         if stored is not None and stored["settings"] != self._settings():
@@ -299,7 +303,7 @@ def rewrap_(trainer: Any) -> None:
     The training loop holds a reference to the DDP wrapper, so the object stays. DDP then ignores buffers of frozen
     heads, and weights of layers without live heads, which get no gradient.
     """
-    wrapper = _uncompiled(trainer.model_wrapped)
+    wrapper = getattr(trainer.model_wrapped, "_orig_mod", trainer.model_wrapped)
     if isinstance(wrapper, DistributedDataParallel):
         ignored = getattr(wrapper.module, "_ddp_params_and_buffers_to_ignore", ())
         wrapper.parameters_to_ignore = {*ignored, *_unused_tensors(wrapper.module)}
@@ -312,7 +316,7 @@ def rewrap_(trainer: Any) -> None:
         if (handler := trainer.accelerator.ddp_handler) is not None:
             handler.register_comm_hook(wrapper)
     if trainer.args.torch_compile:
-        torch.compiler.reset()
+        torch.compiler.reset()  # or each event would count towards Dynamo's limit of eight programs
 
 
 def _unused_tensors(model: nn.Module) -> Iterator[str]:
@@ -325,10 +329,6 @@ def _unused_tensors(model: nn.Module) -> Iterator[str]:
             used = {id(each) for role in ("value", "output") for each in state.family.module(module, role).parameters()}
             used |= set(map(id, state.parameters()))
             yield from (f"{name}.{part}" for part, each in module.named_parameters() if id(each) not in used)
-
-
-def _uncompiled(module: Any) -> Any:
-    return getattr(module, "_orig_mod", module)
 
 
 # --- the Trainer's methods

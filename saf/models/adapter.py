@@ -61,6 +61,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 def longest_input(model: nn.Module) -> int | None:
     """Return the longest input in tokens, by the model's positions and its patterns' length; None without a limit."""
+    # A pattern has no row beyond the positions that it was calibrated on.
     limits = [heads.max_length for heads in unwrap(model).modules() if isinstance(heads, FrozenHeads)]
     return min(filter(None, [*limits, language_model(model).max_length]), default=None)
 
@@ -79,6 +80,7 @@ class LanguageModel(ABC):
     @property
     def device(self) -> torch.device:
         """The device for token ids."""
+        # The first parameter is the embedding's, also where a device_map spreads the layers.
         return next(self.model.parameters()).device
 
     @property
@@ -133,6 +135,7 @@ class Adapter(LanguageModel):
 
     def check_attention(self) -> None:
         """Raise UnsupportedError unless every layer of a forward pass has one attention layer of its own."""
+        # Statistics are [L, H] by number of layer: one attention module more or less would shift all after it.
         if (count := len(self.sites())) != self.num_layers:
             want = f"attention layers must be as many as the configuration's {self.num_layers} layers"
             raise UnsupportedError(f"{want}, got {count}: remove draft and cross-attention layers, copy shared ones")
@@ -275,7 +278,7 @@ def check_plain_weights(site: Site) -> None:
     own = {id(parameter) for module in site.attention.modules() for parameter in module._parameters.values()}
     # By `type`, not isinstance: subclasses of Parameter hold quantised numbers.
     for role, (weight, _) in site.projections().items():
-        check_unsharded(role, weight)
+        check_unsharded(role, weight)  # first, as its remedy is another one
         if type(weight) is not nn.Parameter or id(weight) not in own:
             raise UnsupportedError(
                 f"weights of a layer's {role} must be a parameter of its own, got {type(weight).__name__}: freeze and "
@@ -320,6 +323,7 @@ class GPTAdapter(Adapter):
 
     @staticmethod
     def last_logits(model: GPT, input_ids: Tensor, count: int = 1) -> Tensor:
+        # Cut before the output layer, whose logits of 4,096 positions would take 0.8 GB a sequence in float32.
         return F.linear(model.hidden(input_ids)[:, -count:], model.embed.weight)
 
     def sites(self) -> "list[GPTSite]":
@@ -354,6 +358,7 @@ class GPTSite(Site):
 
     @contextmanager
     def capture(self, receiver: Receiver) -> Iterator[None]:
+        # A hook of `live`, not of the projections: scores are computed from rotated queries and keys.
         handle = self.attention.live.register_forward_pre_hook(lambda _, inputs: receiver(inputs[0], inputs[1]))
         try:
             yield

@@ -48,7 +48,7 @@ class CompiledByLayer:
     def __call__(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         """Return the mean loss of `targets [B, T]` after `input_ids [B, T]`, nats per token, as the model does."""
         x, rotation = self._model.embeddings(input_ids)
-        streams: Streams = (x, _zero_addition(x))
+        streams: Streams = (x, _zero_addition(x))  # one program for all layers is worth an addition of zeros
         for layer in self._layers:
             inputs = (rotation, *streams)
             streams = recompute_in_backward(layer, *inputs) if self._recomputes else layer(*inputs)
