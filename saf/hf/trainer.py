@@ -155,11 +155,11 @@ class FreezeCallback(TrainerCallback, ExportableState):
             check_editable(options["model"], options["optimizer"])
             run.stepped = True
         if state.global_step >= state.max_steps:
-            accepts = self._accept_loss or isinstance(self.schedule, ValidationBudget)  # which measures costs itself
+            # A ValidationBudget measures the cost of its events itself, and undoes them.
+            accepts = self._accept_loss or isinstance(self.schedule, ValidationBudget) or not self._heldout
+            guard = None if accepts else self._heldout
             try:
-                self._apply_due_(
-                    state.global_step, options["optimizer"], guard=None if accepts else self._heldout or None
-                )
+                self._apply_due_(state.global_step, options["optimizer"], guard)
             except LossError as error:
                 run.refused = error
 
