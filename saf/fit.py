@@ -167,15 +167,16 @@ def _restore_moment(eta_abs: Tensor, eta_rel: Tensor, position: Tensor, total: f
     length = len(position)
     if length == 1:
         return eta_abs, eta_rel
+    eta = torch.stack([eta_abs, eta_rel])
     for _ in range(3):  # Newton steps from an error of 0.1%, which each of them squares
-        means = [(eta * position).sum(-1, keepdim=True) / length for eta in (eta_abs, eta_rel)]
+        means = (eta * position).sum(-1, keepdim=True) / length
+        offset = position - means
         # Positions of queries vary as T^2/12, so the two variances cannot both be small.
-        offsets = [position - mean for mean in means]
-        variance = (eta_abs * offsets[0].square() + eta_rel * offsets[1].square()).sum(-1, keepdim=True)
-        tilt = (total - length * (means[0] + means[1])) / variance
-        tilted = [eta * (tilt * offset).exp() for eta, offset in zip((eta_abs, eta_rel), offsets, strict=True)]
-        eta_abs, eta_rel = (eta * (length / eta.sum(-1, keepdim=True)) for eta in tilted)
-    return eta_abs, eta_rel
+        variance = (eta * offset.square()).sum(0).sum(-1, keepdim=True)
+        tilt = (total - length * means.sum(0)) / variance
+        eta = eta * (tilt * offset).exp()
+        eta = eta * (length / eta.sum(-1, keepdim=True))
+    return eta[0], eta[1]
 
 
 def meaningful(eta: Tensor) -> Tensor:

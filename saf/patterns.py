@@ -406,38 +406,38 @@ class ExponentialPattern(_FixedPattern):
 class DampedCosines:
     """Sums of damped cosines over n distances with fixed poles `[N, P]`, and their transpose, in P * n operations.
 
-    Amplitudes are `[N, 2P]`, cosines and then sines. A distance is a multiple of B and a rest, so that a sum is one
-    small matrix product and no cosine is formed at every distance.
+    Amplitudes are `[N, 2P]`, cosines and then sines. A distance is a multiple of B, about the root of n, and a rest, so
+    that a sum is one small matrix product and no cosine is formed at every distance.
     """
 
     def __init__(self, damping: Tensor, frequency: Tensor, count: int):
         self.damping, self.frequency, self.count = damping, frequency, count
-        self.block = max(1, round(count**0.5))
-        blocks = -(-count // self.block)
-        at = torch.arange(max(self.block, blocks), dtype=torch.float64, device=damping.device)
+        self._block = max(1, round(count**0.5))
+        blocks = -(-count // self._block)
+        at = torch.arange(max(self._block, blocks), dtype=torch.float64, device=damping.device)
         pole = torch.complex(-damping, frequency)[..., None]
-        self.near = (pole * at[: self.block]).exp()  # [N, P, B]
-        self.far = (pole * (at[:blocks] * self.block)).exp()  # [N, P, n / B]
-        real, imaginary = self.far.real, self.far.imag
-        # c cos + s sin = Re((c - is) far near): the factors of both parts of `near`, by amplitude [N, 2, 2, P, n / B].
+        self._rest = (pole * at[: self._block]).exp()  # [N, P, B]
+        self._multiple = (pole * (at[:blocks] * self._block)).exp()  # [N, P, n / B]
+        real, imaginary = self._multiple.real, self._multiple.imag
+        # c cos + s sin = Re((c - is) multiple rest): factors of both parts of `rest`, by amplitude [N, 2, 2, P, n / B].
         self._factors = torch.stack([torch.stack([real, -imaginary], -3), torch.stack([imaginary, real], -3)], -4)
-        self._parts = torch.cat([self.near.real, self.near.imag], -2)  # [N, 2P, B]
+        self._parts = torch.cat([self._rest.real, self._rest.imag], -2)  # [N, 2P, B]
 
     def sum(self, amplitudes: Tensor) -> Tensor:
-        """Return `[N, n]`."""
+        """Return the sums at all distances, `[N, n]`."""
         by_amplitude = amplitudes.unflatten(-1, (2, 1, -1, 1))
         factors = (by_amplitude * self._factors).sum(-4).flatten(-3, -2)
         return (factors.mT @ self._parts).flatten(-2)[..., : self.count]
 
     def transposed(self, values: Tensor) -> Tensor:
-        """Return the products of values `[N, n]` with all cosines and sines, `[N, 2P]`."""
-        filled = pad(values, (0, self.near.shape[-1] * self.far.shape[-1] - self.count))
-        parts = self._parts @ filled.unflatten(-1, (-1, self.block)).mT  # [N, 2P, n / B]
+        """Return the products of values `[N, n]` with all cosines and sines, `[N, 2P]`: the gradient of `sum`."""
+        filled = pad(values, (0, -self.count % self._block))
+        parts = self._parts @ filled.unflatten(-1, (-1, self._block)).mT  # [N, 2P, n / B]
         return (parts.unflatten(-2, (1, 2, -1)) * self._factors).sum((-3, -1)).flatten(-2)
 
     def atoms(self) -> Tensor:
         """Return every damped cosine and sine, `[N, n, 2P]`."""
-        turned = (self.far[..., :, None] * self.near[..., None, :]).flatten(-2)[..., : self.count].mT
+        turned = (self._multiple[..., :, None] * self._rest[..., None, :]).flatten(-2)[..., : self.count].mT
         return torch.cat([turned.real, turned.imag], -1)
 
 

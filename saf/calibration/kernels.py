@@ -326,6 +326,8 @@ def _write_scores(b_a0, b_l0, total, square, gain, B, p_scalar, stride):
         b_a0 > TINY, tl.log2(1 + b_shift / tl.maximum(b_a0, TINY)), tl.log2(tl.maximum(b_mean, TINY)) - b_l0
     )
     b_ratio = tl.where(total == 0, 0.0, b_ratio)
+    # With d_n = A_n - A_0: sum (A_n - mean)^2 = sum d_n^2 - (sum d_n)^2 / N, and in the same way
+    # sum A_n log(A_n / mean) = sum A_n log(A_n / A_0) - N mean log(mean / A_0). Equal A_n give exactly zero.
     deviation = square - tl.sum(total * b_shift, 1)
     divergence = gain - tl.sum(count * b_mean * b_ratio, 1)
     tl.store(p_scalar, tl.sum(deviation))
@@ -365,7 +367,7 @@ def tile_kernel(
     b_lse = tl.load(p_lse, mask=o_m < T, other=FAR)
     b_s = _products(q_ptr, k_ptr, m0, k0, T, q_stride_t, k_stride_t, D, D0, D1, BM, BK,
                     EVEN, EVEN or not DIAGONAL, PRECISION)  # fmt: skip
-    b_l0 = b_s * scale - b_lse[:, None]
+    b_l0 = b_s * scale - b_lse[:, None]  # log2 of the first sequence's pattern, A_0
     if DIAGONAL:
         b_l0 = tl.where(causal, b_l0, -FAR)
     b_a0 = tl.exp2(b_l0)

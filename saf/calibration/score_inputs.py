@@ -209,6 +209,7 @@ class _LayerOutputs:
 
     def __init__(self, model: nn.Module, site: Site, mean_rows: Tensor, positions: Sequence[int], samples: int):
         self.site, self.live, self.positions = site, list(site.layout.live), list(positions)
+        # The attention's parent module gets the residual stream as its input.
         name = next(name for name, module in model.named_modules() if module is site.attention)
         self.decoder_layer = model.get_submodule(name.rpartition(".")[0])
         weight, dimension = site.projections()["output"]
