@@ -125,6 +125,7 @@ def parameter_state(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tens
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return CPU copies that share no storage on rank 0; every rank must call this, which gathers sharded tensors."""
     copies = {}
+    # One at a time: a device has room for one whole tensor next to its shards.
     for name, tensor in tensors.items():
         whole = whole_tensor(tensor.detach())
         if is_rank0():
@@ -232,6 +233,7 @@ def _newest_whole_before(path: Path) -> Path | None:
 
 def write_manifest(folder: Path, *, update: int, parent: str | None) -> str:
     """Write manifest.json, which lists every file with its SHA-256; return its hash, which covers all other entries."""
+    # A child's config.json names this hash: it stands for every byte that the child began with.
     files = {path.name: {"sha256": file_hash(path), "bytes": path.stat().st_size} for path in sorted(folder.iterdir())}
     entries = {"schema": SCHEMA, "update": update, "parent": parent, "files": files}
     entries["hash"] = entries_hash(entries)
@@ -280,7 +282,7 @@ def checkpoints(folder: Path | str) -> list[Path]:
 
 def _order(path: Path) -> tuple[int, ...]:
     """Return the sort key of a checkpoint: its update, then whether it is after freezing; empty for another name."""
-    match = _NAME.fullmatch(path.name)
+    match = _NAME.fullmatch(path.name)  # as text, step-500 would come after step-1000
     return (int(match[1]), bool(match[2])) if match else ()
 
 
@@ -308,6 +310,7 @@ def refers_to_checkpoint(path: Path | str, checkpoint: Path | str) -> bool:
 
 def remove_old_checkpoints_(folder: Path, *, keep: int, protect: set[str]) -> None:
     """Remove all checkpoints but the newest `keep` and those named in `protect`; `keep=0` removes none."""
+    # Protected ones do not count among the newest.
     if keep:
         removable = [path for path in checkpoints(folder) if path.name not in protect]
         for path in removable[:-keep]:

@@ -56,7 +56,7 @@ class CompareError(SafError, ValueError):
 
 def nearest(name: object, names: Iterable[str]) -> str | None:
     """Return the nearest of `names` to a misspelt one, whatever its case; None without any."""
-    by_lower = {one.lower(): one for one in names}
+    by_lower = {one.lower(): one for one in names}  # difflib takes another case for another letter
     near = get_close_matches(str(name).lower(), by_lower, n=1)
     return by_lower[near[0]] if near else None
 
@@ -81,6 +81,7 @@ def check_keywords(owner: str, options: Iterable[str], function: Callable[..., A
 
 def shown(value: Any) -> str:
     """Return a value for a message, in one short line; of a tensor its dtype and shape."""
+    # Not repr: it prints a tensor's values, over many lines, and waits for a device.
     if hasattr(value, "dtype") and hasattr(value, "shape"):
         return f"{type(value).__name__} {value.dtype} {list(value.shape)}"
     text = " ".join(repr(value).split())

@@ -197,7 +197,7 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
 
     def _now(self) -> float:
-        if self._cuda:
+        if self._cuda:  # kernels are launched ahead: without waiting, a part would lend its seconds to the next
             torch.cuda.synchronize()
         return time.perf_counter()
 

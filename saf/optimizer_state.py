@@ -107,13 +107,14 @@ def record_orders(rows: Mapping[Tensor, str | None], optimizer: Optimizer | None
     for parameter, text in rows.items():
         if text is not None or parameter in _orders:
             _orders[parameter] = text
-    _checked.clear()
+    _checked.clear()  # any optimiser may hold these parameters, not only the one that was passed
     if optimizer is not None:
         mark_head_order(_inner_optimizer(optimizer))
 
 
 def check_order(optimizer: Optimizer) -> None:
     """Raise InputError unless the optimiser's state is of the heads that its weights have now."""
+    # At every step but the first after an edit, or after loading, nothing more is compared.
     if [group.get(ORDER) for group in optimizer.param_groups] == _checked.get(optimizer):
         return
     for group in optimizer.param_groups:
@@ -205,7 +206,7 @@ def add_logits_(optimizer: Optimizer, logits: Sequence[nn.Parameter], weight: Te
         return
     source = _group_of(optimizer, weight)
     if (group := _group_without_decay(optimizer, source)) is not None:
-        group["params"].extend(logits)
+        group["params"].extend(logits)  # not add_param_group: a scheduler has one rate for each group that it knows
     else:
         settings = {name: value for name, value in source.items() if name not in _NOT_COPIED}
         optimizer.add_param_group({**settings, "params": list(logits), "weight_decay": 0.0})

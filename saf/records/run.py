@@ -234,6 +234,7 @@ def read_events(path: Path | str) -> list[EventRecord]:
     for number, line in enumerate(lines, start=1):
         if not {"kind", "heads"} <= line.keys():
             raise InputError(f"{path}, line {number}, must have a kind and heads")
+    # The line of an event was written before anybody knew that it would be undone: the undo's names it.
     undone = {line["undoes"]: line["number"] for line in lines if "undoes" in line}
     return [EventRecord(path.parent, {**line, "undone_by": undone.get(line.get("number"))}) for line in lines]
 
@@ -258,6 +259,7 @@ def merge_reports(events: Iterable[EventRecord]) -> dict[str, Any] | None:
     lines = [event.values for event in events if event.undone_by is None and "scores" in event.values]
     if not lines:
         return None
+    # The newest scores are None for heads that were frozen before.
     scores = [list(row) for row in lines[-1]["scores"]]
     for line in lines:
         for layer, head in line["heads"]:
@@ -396,6 +398,7 @@ def _transformers_config(folder: Path) -> dict[str, Any] | None:
 
 def is_transformers_model(path: Path | str) -> bool:
     """Return whether a path is a folder of a model of transformers, or has the form of a name on the hub."""
+    # A folder of that name comes first, as in from_pretrained.
     is_hub_name = not Path(path).exists() and re.fullmatch(r"\w[\w.-]*/[\w.-]+", str(path)) is not None
     return is_hub_name or kind_of(path) is Kind.TRANSFORMERS
 

@@ -52,7 +52,7 @@ def seconds(value: float | None) -> str:
         return f"{value * 1e6:.3g} µs" if value > 0 else "0 s"
     if value < 1:
         return f"{value * 1e3:.4g} ms"
-    if value < 120:
+    if value < 120:  # "90 s" rather than "1.5 min"; minutes go up to two hours likewise
         return f"{value:.3g} s"
     return f"{value / 60:.3g} min" if value < 7200 else f"{value / 3600:.3g} h"
 
@@ -201,6 +201,7 @@ class Table:
         if not self.columns:
             table.add_column(style="dim")
             table.add_column(overflow="fold")
+        # A column whose cells are single words is never narrowed: numbers keep their digits. Others may break.
         for number, name in enumerate(self.columns):
             cells = [row[number] for row in self.rows]
             longest = max(map(len, " ".join([name, *cells]).split()), default=1)

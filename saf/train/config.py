@@ -153,7 +153,7 @@ class TrainConfig:
         self.betas = (float(self.betas[0]), float(self.betas[1]))
         self.save_at = tuple(float(share) for share in self.save_at)
         self.report_at = tuple(self.report_at)
-        self.data = absolute_path(self.data)
+        self.data = absolute_path(self.data)  # a run may be resumed from another working directory
         for name, usable, expected in self._conditions():
             if not usable:
                 raise InputError(f"{name} must be {expected}; got {getattr(self, name)!r}")
@@ -318,6 +318,7 @@ def model_config(config: TrainConfig, *, vocab_size: int) -> GPTConfig:
     rounded = -(-vocab_size // 64) * 64  # the output's matrix product runs at full speed only at such widths
     length = {} if config.length is None else {"max_length": config.length}
     shape = preset(config.model, **{"vocab_size": rounded, **length, **config.model_overrides})
+    # Overrides may name both; too small an embedding would fail on CUDA by an assertion that stops the process.
     if shape.vocab_size < vocab_size:
         text = config.task != MQARTask.name
         remedy = "prepare the data by the model's tokenizer" if text else "lower mqar.vocabulary"
@@ -351,6 +352,7 @@ def run_config(
         "length": task.length,
         **{name: settings[name] for name in _ARITHMETIC},
         "precision": execution.precision,
+        # Compiled kernels add up in another order: losses differ in their last bits, and later in more.
         "compile": "layers" if execution.by_layer else execution.compile,
     }
     freeze = None
