@@ -286,13 +286,13 @@ class CachedLayers:
         """Return the held-out loss of a model in which only layers from `changed` on differ from the cached ones."""
         changed = len(self.layers) if changed is None else changed
         # Not by hooks: a hook may replace an output, but cannot keep the layer from running.
-        own, self._batch = [vars(layer).get("forward") for layer in self.layers], -1
+        before, self._batch = [vars(layer).get("forward") for layer in self.layers], -1
         for number, layer in enumerate(self.layers):
             layer.forward = partial(self._run, number, changed, layer.forward)
         try:
             return heldout_loss(self.model, text)
         finally:
-            for layer, forward in zip(self.layers, own, strict=True):
+            for layer, forward in zip(self.layers, before, strict=True):
                 del layer.forward
                 if forward is not None:  # one that accelerate put there
                     layer.forward = forward

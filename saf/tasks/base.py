@@ -314,12 +314,12 @@ def likelihoods(
 
 def _likelihood(logits: Tensor, tokens: Tokens) -> Likelihood:
     """Return the likelihood of `tokens`; `logits [W, V]` are of its inputs' last W positions, W >= len(tokens)."""
-    own, ids = logits[-len(tokens) :], torch.tensor(tokens, device=logits.device)
-    log_probs = own.log_softmax(-1).gather(1, ids[:, None])
+    rows, ids = logits[-len(tokens) :], torch.tensor(tokens, device=logits.device)
+    log_probs = rows.log_softmax(-1).gather(1, ids[:, None])
     total = float(log_probs.double().sum())
     if not torch.isfinite(log_probs).all():
         raise DivergenceError(f"a continuation of {len(tokens)} tokens has the log-probability {total}, not finite")
-    return Likelihood(total, bool((own.argmax(-1) == ids).all()))
+    return Likelihood(total, bool((rows.argmax(-1) == ids).all()))
 
 
 def summary(answers: Sequence[Answer]) -> dict[str, Any]:

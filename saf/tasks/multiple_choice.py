@@ -82,27 +82,30 @@ class FinetuneTask(Task):
         Raises DataError for a file that cannot be read or has too few examples.
         """
         self.name, self.settings = settings.task, settings
-        own: FinetuneSettings | None = settings.finetuning
-        if own is None or not own.test or not own.tokenizer:
+        options: FinetuneSettings | None = settings.finetuning
+        if options is None or not options.test or not options.tokenizer:
             raise InputError(f"the task {self.name!r} needs a file of examples to test on (test) and a tokenizer")
-        self.own = own
-        self.tokenizer = Tokenizer.load(own.tokenizer)
+        self.options = options
+        self.tokenizer = Tokenizer.load(options.tokenizer)
         self.tokenizer_hash, self.vocab_size = self.tokenizer.fingerprint, self.tokenizer.vocab_size
         self.left_out: dict[str, LeftOut] = {}
-        limit = min(own.max_tokens - 1, length)  # of inputs: the last token of an answer is only a target
-        train = self._read("train", settings.data, limit, most=own.most_examples)
-        self.test = self._read("test", own.test, limit)
-        drawn = set(stratified([each.example.answer for each in train], own.development, seed=own.split_seed))
+        limit = min(options.max_tokens - 1, length)  # of inputs: the last token of an answer is only a target
+        train = self._read("train", settings.data, limit, most=options.most_examples)
+        self.test = self._read("test", options.test, limit)
+        answers = [each.example.answer for each in train]
+        drawn = set(stratified(answers, options.development, seed=options.split_seed))
         self.development = [each for at, each in enumerate(train) if at in drawn]
         self.examples = [each for at, each in enumerate(train) if at not in drawn]
         if not self.development or not self.examples:
-            few = f"{settings.data} has {len(train)} examples: too few for a development share of {own.development:g}"
-            raise DataError(f"{few}; use more examples or another share (development)")
+            few = f"too few for a development share of {options.development:g}"
+            remedy = "use more examples or another share (development)"
+            raise DataError(f"{settings.data} has {len(train)} examples: {few}; {remedy}")
         # By their text: ids are numbers of lines in files without ids, and say nothing across files.
         trained = {(each.example.text, each.example.question) for each in train}
         self.shared = sum((each.example.text, each.example.question) in trained for each in self.test)
+        """Number of test examples that are in the training file, too."""
         if self.shared:
-            message = f"{own.test}: {self.shared} of {len(self.test)} examples are in {settings.data} too"
+            message = f"{options.test}: {self.shared} of {len(self.test)} examples are in {settings.data} too"
             warnings.warn(message, SafWarning, stacklevel=3)
         # Patterns are fitted for the longest of all, so that no example is refused once heads are frozen.
         self.length = max(each.longest for each in (*train, *self.test))
@@ -113,9 +116,10 @@ class FinetuneTask(Task):
         source, left_out = read_examples(path, self.name)
         if most is not None and len(source) > most:  # before tokenising, which takes longer than all else
             answers = [each.answer for each in source]
-            drawn = stratified(answers, most / len(source), seed=self.own.split_seed)
+            drawn = stratified(answers, most / len(source), seed=self.options.split_seed)
             source = [source[number] for number in drawn]
-        encoded = encode_examples(source, left_out, self.tokenizer, limit=limit, shorten=self.own.too_long == "shorten")
+        shorten = self.options.too_long == "shorten"
+        encoded = encode_examples(source, left_out, self.tokenizer, limit=limit, shorten=shorten)
         self.left_out[role] = left_out
         count, words = len(encoded) + sum(map(len, left_out.values())), counted(left_out)
         if not encoded:
@@ -233,26 +237,26 @@ class FinetuneTask(Task):
         self, model: GPT, execution: Execution, *, folder: Path, checkpoints: dict[str, str | None]
     ) -> dict[str, Any]:
         """Return loss and accuracy on every example that is not left out, and write answers.jsonl."""
-        answers = self.answers(model, execution, self.test if self.own.judge == "test" else self.development)
+        answers = self.answers(model, execution, self.test if self.options.judge == "test" else self.development)
         return {
             "report_loss": answer_loss(answers),
-            "judged_by": self.own.judge,
+            "judged_by": self.options.judge,
             **summary(answers),
-            "left_out": {role: {why: len(ids) for why, ids in own.items()} for role, own in self.left_out.items()},
+            "left_out": {role: {why: len(ids) for why, ids in each.items()} for role, each in self.left_out.items()},
             "answers_sha256": on_rank0(lambda: write_answers(folder / ANSWERS, {self.name: answers})),
         }
 
     def description(self) -> dict[str, Any]:
-        settings = {name: value for name, value in asdict(self.own).items() if name not in PATHS}
-        own = {
-            "test": self.own.test,
+        settings = {name: value for name, value in asdict(self.options).items() if name not in PATHS}
+        facts = {
+            "test": self.options.test,
             "task": self.name,
             "longest": self.length,
             "examples": {"train": len(self.examples), "development": len(self.development), "test": len(self.test)},
             "test_examples_trained_on": self.shared,
             "left_out": self.left_out,
         }
-        return super().description() | own | settings
+        return super().description() | facts | settings
 
 
 def answer_loss(answers: Sequence[Answer]) -> float:
