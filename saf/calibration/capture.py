@@ -91,7 +91,7 @@ def _groups(adapter: Adapter, heads: HeadSet, tokens: int, capture_bytes: int | 
     for layer in sorted({layer for layer, _ in heads}):
         queries, keys, _ = read_slots(sites[layer], heads.in_layer(layer))
         sizes[layer] = tokens * (len(queries) + len(keys)) * sites[layer].head_dim * dtype.itemsize
-    largest = max(sizes.values(), default=0) or 1
+    largest = max(sizes.values(), default=1)
     limit = free_bytes(device) if capture_bytes is None else capture_bytes
     if limit is not None and largest > limit:
         raise InputError(

@@ -297,23 +297,20 @@ class Collector:
     def read(self, layer: int, strip: Strip) -> None:
         """Read a strip of a layer."""
         first = self.heads.index((layer, self.heads.in_layer(layer)[0]))  # heads of a layer follow one another
-        picked = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
+        numbers = [number for number, row in enumerate(self.positions) if strip.start <= row < strip.end]
+        rows = [self.positions[number] - strip.start for number in numbers]
         index = {
             "F": slice(first + strip.heads.start, first + strip.heads.stop),
             "N": slice(None),
             "Q": slice(strip.start, strip.end),
-            "R": picked,
+            "R": numbers,
             "K": slice(0, strip.end),
         }
         for name, kind in self.kinds.items():
-            by_position = "R" in kind.shape
-            if by_position and not picked:
+            chosen = "R" in kind.shape
+            if chosen and not rows:
                 continue
-            value, at = kind.value(strip), tuple(index[letter] for letter in kind.shape)
-            if by_position:
-                value = value[..., [self.positions[number] - strip.start for number in picked], :]
-            tensor = self.tensors[name]
-            if kind.is_sum:
-                tensor[at] += value.to(tensor)
-            else:
-                tensor[at] = value.to(tensor)
+            tensor, at = self.tensors[name], tuple(index[letter] for letter in kind.shape)
+            value = kind.value(strip)
+            value = (value[..., rows, :] if chosen else value).to(tensor)
+            tensor[at] = tensor[at] + value if kind.is_sum else value
