@@ -92,6 +92,12 @@ def freeze(model, heads: HeadSet = HEADS, **options):
     return dict(zip(heads, patterns.weights, strict=True))
 
 
+def logits(model, ids: torch.Tensor | None = None, **options) -> torch.Tensor:
+    """Logits of one pass without cache and gradients, by default of two sequences."""
+    with torch.no_grad():
+        return model(tokens(2, seed=6) if ids is None else ids, use_cache=False, **options).logits
+
+
 def generate(model, ids, mask, **options):
     """Tokens of `model.generate`; an assistant knows padding by its token."""
     torch.manual_seed(11)

@@ -12,7 +12,17 @@ from saf.models.adapter import adapter_for, language_model, rows_of
 
 transformers = pytest.importorskip("transformers")
 
-from tests.transformers_models import FAMILIES, HEADS, LENGTH, freezable, freeze, make, tokens, weight_of  # noqa: E402
+from tests.transformers_models import (  # noqa: E402
+    FAMILIES,
+    HEADS,
+    LENGTH,
+    freezable,
+    freeze,
+    logits,
+    make,
+    tokens,
+    weight_of,
+)
 
 WHOLE = HeadSet([(0, 0), (0, 1), (0, 2), (0, 3), (1, 1), (2, 0), (2, 1), (2, 2), (2, 3)])
 """The first layer, by which a cache counts its tokens, and the last; one head between them."""
@@ -40,19 +50,18 @@ def by_hand(model, patterns, ids):
 
     transformers.AttentionInterface.register("by_hand", attend)
     model.set_attn_implementation("by_hand")
-    with torch.no_grad():
-        return model(ids, use_cache=False).logits
+    return logits(model, ids)
 
 
 def in_steps(model, ids, *sizes):
     """Logits of a prompt that goes on in steps of these sizes, then of one token, with the cache."""
-    cache, logits = None, []
+    cache, parts = None, []
     with torch.no_grad():
         for part in ids.split([*sizes, *[1] * (ids.shape[1] - sum(sizes))], 1):
             out = model(part, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
-            logits.append(out.logits)
-    return torch.cat(logits, 1), cache
+            parts.append(out.logits)
+    return torch.cat(parts, 1), cache
 
 
 def outcome(model):
@@ -83,8 +92,7 @@ def test_frozen_heads_attend_by_their_patterns_and_the_others_as_before(family, 
     model, untouched = make(family).double(), make(family).double()
     patterns = freeze(model, heads)
     ids = tokens(2, LENGTH - 5, seed=2)
-    with torch.no_grad():
-        found = model(ids, use_cache=False).logits
+    found = logits(model, ids)
     torch.testing.assert_close(found, by_hand(untouched, patterns, ids), **CLOSE)
     assert not torch.allclose(found, by_hand(make(family).double(), {}, ids), atol=1e-2)
     steps, cache = in_steps(model, ids, 20, 3)
@@ -108,8 +116,7 @@ def test_pruned_heads_of_any_layer_compute_what_they_would_with_outputs_of_zero(
     patterns = freeze(model, HeadSet([(1, 1), (1, 3)]))
     ids = tokens(2, LENGTH - 5, seed=2)
     expected = by_hand(untouched, patterns | dict.fromkeys(gone, torch.zeros(LENGTH, LENGTH)), ids)
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, **CLOSE)
+    torch.testing.assert_close(logits(model, ids), expected, **CLOSE)
     torch.testing.assert_close(in_steps(model, ids, 20, 3)[0], expected, **CLOSE)
     saf.uninstall_(model)
     assert unchanged(model, shape)

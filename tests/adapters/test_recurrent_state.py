@@ -12,7 +12,7 @@ from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.integrations.transformers import cache_bytes
 from tests.ops.exponential_patterns import exponential_patterns
-from tests.transformers_models import FROZEN, generate, make, tokens
+from tests.transformers_models import FROZEN, generate, logits, make, tokens
 
 PLACES, CHUNK = 260, 64
 
@@ -36,18 +36,13 @@ def model(request):
     return frozen_model(family, compact=3 if mixed else 0, heads=heads)
 
 
-def whole(model, ids, **options):
-    with torch.no_grad():
-        return model(ids, use_cache=False, **options).logits
-
-
 @pytest.mark.parametrize("padded", [False, True])
 def test_a_prompt_and_steps_of_any_size_equal_one_pass(model, padded):
     ids = tokens(2, PLACES, seed=7)
     mask = torch.ones_like(ids)
     mask[0, : 70 * padded] = 0
     position = (mask.cumsum(1) - 1).clamp(min=0)
-    expected = whole(model, ids, attention_mask=mask, position_ids=position)
+    expected = logits(model, ids, attention_mask=mask, position_ids=position)
     fixed = StaticCache(config=model.config, max_cache_len=PLACES)
     for name, cache in {"growing": DynamicCache(config=model.config), "empty": DynamicCache(), "fixed": fixed}.items():
         at, parts = 0, []
@@ -92,7 +87,7 @@ def test_generated_tokens_are_those_of_passes_without_a_cache(family, mode):
 
 def test_tokens_are_taken_back_up_to_a_chunk():
     model, ids = frozen_model("qwen3"), tokens(1, 230, seed=3)
-    expected, cache = whole(model, ids), DynamicCache(config=model.config)
+    expected, cache = logits(model, ids), DynamicCache(config=model.config)
     with torch.no_grad():
         model(ids[:, :150], past_key_values=cache)
         for back, count in ((CHUNK, CHUNK + 10), (20, 9), (5, 60)):
@@ -147,7 +142,7 @@ def test_states_go_on_without_gradients():
             frozen_model("qwen3", seed=1)(ids[:, :1], past_key_values=cache)
     with pytest.raises(UnsupportedError, match="no gradients"):
         model(ids[:, :1], past_key_values=cache)
-    expected = whole(model, torch.cat([ids, ids[:, :1]], 1))[:, -1:]
+    expected = logits(model, torch.cat([ids, ids[:, :1]], 1))[:, -1:]
     growing = DynamicCache(config=model.config)  # filled with gradients it holds values
     model(ids, past_key_values=growing)
     torch.testing.assert_close(model(ids[:, :1], past_key_values=growing).logits, expected)

@@ -12,17 +12,12 @@ from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.hf.pretrained import record_cost_
 from tests.integrations.training import Hub, frozen, opened
-from tests.transformers_models import make, tokens
+from tests.transformers_models import logits, make, tokens
 
 
 def frozen_llama(**options):
     model = make("llama")
     return model, saf.freeze_(model, [tokens()], saf.FreezeConfig(max_fit_kl=99, **options))
-
-
-def logits(model):
-    with torch.no_grad():
-        return model(tokens(2, seed=6), use_cache=False).logits
 
 
 def frozen_in(card):

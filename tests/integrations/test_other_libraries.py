@@ -8,14 +8,9 @@ from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.models.adapter import adapter_for
 from tests.integrations.training import opened, trainer
-from tests.transformers_models import freeze, make, tokens
+from tests.transformers_models import freeze, logits, make, tokens
 
 CONFIG = saf.FreezeConfig(count=3, max_fit_kl=99)
-
-
-def logits(model, ids=None):
-    with torch.no_grad():
-        return model(tokens(2, seed=6) if ids is None else ids, use_cache=False).logits
 
 
 def with_lora(model, *modules):

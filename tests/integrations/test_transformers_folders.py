@@ -10,7 +10,8 @@ import saf
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.models.adapter import adapter_for
-from tests.transformers_models import FAMILIES, HEADS, freeze, make, tokens, weight_of
+from tests.integrations.training import opened
+from tests.transformers_models import FAMILIES, HEADS, freeze, logits, make, tokens, weight_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -18,15 +19,6 @@ import saf.integrations.transformers  # noqa: E402
 
 FIRST = HeadSet((0, head) for head in range(4))
 EVERY = HeadSet((layer, head) for layer in range(3) for head in range(4))
-
-
-def logits(model, seed=6):
-    with torch.no_grad():
-        return model(tokens(2, seed=seed), use_cache=False).logits
-
-
-def opened(folder, **options):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, **options)
 
 
 def saved(folder, family="llama", heads=HEADS):

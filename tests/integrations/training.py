@@ -50,8 +50,8 @@ def frozen(model):
     return adapter_for(model).heads("frozen")
 
 
-def opened(*path):
-    return transformers.AutoModelForCausalLM.from_pretrained(Path(*path))
+def opened(*path, **options):
+    return transformers.AutoModelForCausalLM.from_pretrained(Path(*path), **options)
 
 
 def same(one, other):
