@@ -135,14 +135,19 @@ def edited_forward(
         # A prefill reads the new tokens alone, which a cache of fixed size returns with its values in another order.
         if recurrent is not None or not (isinstance(attention_mask, PassMask) and attention_mask.prefill):
             key, value = cached
-    options = {
-        "scaling": module.scaling,
+    mixed, _ = attend(
+        module,
+        query,
+        key,
+        value,
+        attention_mask,
+        scaling=module.scaling,
         # Mistral and Phi-3 read the window from the configuration, other families set it on each layer.
-        "sliding_window": getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
-        "softcap": None if family.soft_cap is None else getattr(module, family.soft_cap),
-        "recurrent": recurrent,
-    }
-    mixed, _ = attend(module, query, key, value, attention_mask, **options, **rest)
+        sliding_window=getattr(module, "sliding_window", getattr(module.config, "sliding_window", None)),
+        softcap=None if family.soft_cap is None else getattr(module, family.soft_cap),
+        recurrent=recurrent,
+        **rest,
+    )
     projection = family.module(module, "output")
     if mixed.shape[2]:
         output = projection(mixed.flatten(2).contiguous())  # Conv1D calls `view` on its input

@@ -102,7 +102,7 @@ class TransformersFolder:
         with _translate_errors(CheckpointError, f"transformers cannot open {self.name}"):
             opened: Any = AutoModelForCausalLM.from_pretrained(self.name, output_loading_info=True, **options)
         model, info = opened
-        # transformers only warns, and draws them at random.
+        # transformers only warns, and draws the missing ones at random.
         if missing := sorted(info["missing_keys"]):
             raise CheckpointError(
                 f"{self.name} has no values for {len(missing)} weights: {', '.join(missing[:3])}; save it again"

@@ -36,8 +36,14 @@ def ask(
     opened: OpenedModel, settings: Any, *, longest: int | None = None, progress: Progress | None = None
 ) -> dict[str, TaskAnswers]:
     """Return a model's answers by task; `settings` are those of `saf evaluate` about tasks and how they run."""
-    options = {name: getattr(settings, name) for name in ("batch_size", "precision", "too_long")}
-    lm = ExactLengthModel(opened.model, opened.encoder(), longest=longest, **options)
+    lm = ExactLengthModel(
+        opened.model,
+        opened.encoder(),
+        batch_size=settings.batch_size,
+        precision=settings.precision,
+        too_long=settings.too_long,
+        longest=longest,
+    )
     return answer_tasks(lm, settings.tasks, folder=settings.task_data, questions=settings.questions, progress=progress)
 
 
@@ -103,9 +109,14 @@ class ExactLengthModel(TemplateLM):
         self, requests: Sequence[Request], disable_tqdm: bool = False, **_: Any
     ) -> list[tuple[float, bool]]:
         """Return for each request its log-probability, and whether greedy decoding yields its continuation."""
-        continuations = [self._fitted(*request) for request in requests]
-        options = {"batch_size": self.batch_size, "precision": self.precision, "progress": self.progress}
-        return [(each.log_prob, each.greedy) for each in likelihoods(self.model, continuations, **options)]
+        answers = likelihoods(
+            self.model,
+            [self._fitted(*request) for request in requests],
+            batch_size=self.batch_size,
+            precision=self.precision,
+            progress=self.progress,
+        )
+        return [(each.log_prob, each.greedy) for each in answers]
 
     def _fitted(self, text: tuple[str, str], context: list[int], tokens: list[int]) -> Continuation:
         """Return a request cut to the model's length; raise InputError where it may not or cannot be cut."""
@@ -174,7 +185,9 @@ def _answer(sample: Mapping[str, Any], cut: set[tuple[str, str]]) -> dict[str, A
         "shortened": any(tuple(text) in cut for text in sample["arguments"]),
         "log_probs": log_probs,
     }
-    return answer | ({"right_norm": bool(sample["acc_norm"])} if "acc_norm" in sample else {})
+    if "acc_norm" in sample:
+        answer["right_norm"] = bool(sample["acc_norm"])
+    return answer
 
 
 @contextmanager

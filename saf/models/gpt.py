@@ -248,7 +248,7 @@ class MLP(nn.Module):
         self.down = nn.Linear(ratio * hidden_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        # Stores the GELU's input alone for the backward pass: 12.5 GiB an update in place of 14.8, and 3.5 ms less.
+        # Stores the GELU's input alone for the backward pass: 12.5 GiB in place of 14.8, and 3.5 ms less (124M, 4K).
         return gelu_linear(self.up(x), plain_weight(self.down))
 
 
@@ -340,7 +340,7 @@ def plain_weight(projection: nn.Module) -> Tensor:
             f"projections' weights must be of nn.Linear, got {type(projection).__name__}: merge adapters"
         )
     hooks = projection._forward_hooks or projection._forward_pre_hooks or projection._backward_hooks
-    # accelerate and quantisers replace `forward` of the instance. Dynamo does not trace this test.
+    # accelerate replaces `forward` of the instance. Dynamo does not trace this test.
     replaced = not torch.compiler.is_compiling() and "forward" in projection.__dict__
     if hooks or replaced:
         raise UnsupportedError(
