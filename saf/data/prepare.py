@@ -226,6 +226,7 @@ class Corpus:
         """Documents and bytes of each source."""
         self.training = array("q")
         """Numbers of the documents of training sources, in order; a repeated one has its number again."""
+        # Bytes, 17 a document: a corpus may have millions, and a tuple of numbers takes 130.
         rows, seen = bytearray(), dict[bytes, int]()
         with open(file, "wb", buffering=_BLOCK) as spool:
             for group, sources in groups.items():
@@ -266,12 +267,17 @@ class Corpus:
 
     def texts(self, numbers: Iterable[int]) -> Iterator[str]:
         """Yield the text of documents by their numbers."""
-        sizes = self.documents["bytes"]
-        starts = np.cumsum(sizes) - sizes
-        with open(self.file, "rb") as file:
-            for number in numbers:
-                file.seek(int(starts[number]))
-                yield file.read(int(sizes[number])).decode()
+        return (piece.decode() for piece in _pieces(self.file, self.documents["bytes"], numbers))
+
+
+def _pieces(path: Path, sizes: np.ndarray, numbers: Iterable[int]) -> Iterator[bytes]:
+    """Yield pieces by their numbers from a file that has pieces of these sizes, in bytes, end to end."""
+    starts = np.cumsum(sizes) - sizes
+    # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.
+    with open(path, "rb", buffering=0) as file:
+        for number in numbers:
+            file.seek(int(starts[number]))
+            yield file.read(int(sizes[number]))
 
 
 def split_text(text: str, limit: int) -> Iterator[str]:
@@ -323,13 +329,9 @@ def _write(
     path: Path, ids: Path, members: np.ndarray, tokens: np.ndarray, dtype: np.dtype, vocabulary: int
 ) -> dict[str, Any]:
     """Write the tokens of a partition's documents, `members` in order, and return its entries of the index."""
-    sizes, counts = tokens * dtype.itemsize, np.zeros(vocabulary, dtype=np.int64)
-    starts = np.cumsum(sizes) - sizes
-    # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.
-    with open(ids, "rb", buffering=0) as spool, open(path, "wb") as file:
-        for document in members.tolist():
-            spool.seek(int(starts[document]))
-            file.write(spool.read(int(sizes[document])))
+    with open(path, "wb") as file:
+        file.writelines(_pieces(ids, tokens * dtype.itemsize, members))
+    counts = np.zeros(vocabulary, dtype=np.int64)
     with open(path, "rb") as file:
         while len(block := np.fromfile(file, dtype, _BLOCK)):
             counts += np.bincount(block, minlength=vocabulary)
