@@ -370,7 +370,7 @@ def perplexity_change(record: Mapping[str, Any], name: str = "") -> str:
 def _saving(record: Record) -> str:
     parts = []
     if ratio := record.get("update_time_ratio"):
-        parts.append("update times unclear" if speed_caveat(record) else f"updates {ratio:.3f}× as fast")
+        parts.append("update times unclear" if record["update_time_caveat"] else f"updates {ratio:.3f}× as fast")
     memory = change_percent(record.get("peak_memory_ordinary"), record.get("peak_memory_frozen"))
     if memory is not None:
         parts.append(f"peak memory {signed(memory)}")
@@ -520,7 +520,7 @@ def _arm_cells(run: RecordedRun, comparison: ArmComparison | None) -> dict[str, 
     if record:
         update = seconds(record["update_seconds_frozen"])  # over the updates that both runs did
         memory += _change(record["peak_memory_ordinary"], peak)
-        unclear = bool(speed_caveat(record))
+        unclear = bool(record["update_time_caveat"])
         if ratio := record["update_time_ratio"]:
             update += " (unclear)" if unclear else f" ({ratio:.3f}×)"
     freezing = (result.get("intervention") or {}).get("seconds")
@@ -557,4 +557,4 @@ def _comparison_notes(comparison: ArmComparison) -> Iterator[str]:
         yield from (f"differs in more than the freezing: {line}" for line in record["differences"])
         block = f" of blocks of {record['block']} neighbours" if record["block"] > 1 else ""
         facts = f"{number(record['windows'])} paired windows, {number(record['resamples'])} resamples{block}"
-        yield "; ".join(filter(None, [facts, speed_caveat(record)])) + "."
+        yield "; ".join(filter(None, [facts, record["update_time_caveat"]])) + "."
