@@ -129,7 +129,8 @@ def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
     sums = {name: [info["sha256"]] if info["tokens"] else [] for name, info in index["partitions"].items()}
     # The first entry is a constant: checkpoints and results name data by their fingerprint.
     text = json.dumps(["saf.data/1", index["tokenizer"]["sha256"], index["dtype"], sums], sort_keys=True)
-    index = json.loads(json.dumps({"schema": SCHEMA, "fingerprint": sha256(text.encode()).hexdigest(), **index}))
+    index = {"schema": SCHEMA, "fingerprint": sha256(text.encode()).hexdigest(), **index}
+    index = json.loads(json.dumps(index))  # as it is read back, tuples as lists
     index["hash"] = entries_hash(index)
     write_json(folder / INDEX_FILE, index)
     return index
@@ -155,12 +156,12 @@ def read_index(folder: Path) -> dict[str, Any]:
 
 def files_of(index: dict[str, Any]) -> dict[str, tuple[int | None, str | None]]:
     """Return size and SHA-256 of a data folder's files by name, None where the index does not record them."""
+    files: dict[str, tuple[int | None, str | None]] = {INDEX_FILE: (None, None), CONFIG_FILE: (None, None)}
+    files[TOKENIZER_FILE] = None, index["tokenizer"]["sha256"]
     size = np.dtype(index["dtype"]).itemsize
-    return {
-        **dict.fromkeys((INDEX_FILE, CONFIG_FILE), (None, None)),
-        TOKENIZER_FILE: (None, index["tokenizer"]["sha256"]),
-        **{f"{name}.bin": (info["tokens"] * size, info["sha256"]) for name, info in index["partitions"].items()},
-    }
+    for name, info in index["partitions"].items():
+        files[f"{name}.bin"] = info["tokens"] * size, info["sha256"]
+    return files
 
 
 # --- windows
