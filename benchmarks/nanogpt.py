@@ -55,12 +55,12 @@ class AgainstNanoGPT(Update):
         return NanoGPT(self, point) if arm.kernel == NANOGPT.kernel else super().build(point, arm, pool)
 
 
-class NanoGPT:
+class NanoGPT(Subject):
     """nanoGPT's model and the update of its training script."""
 
     def __init__(self, settings: AgainstNanoGPT, point: Point):
         execution, self.settings = settings.execution, settings
-        self.facts: dict[str, Any] = {"source_sha256": file_hash(settings.source)}
+        self.facts = {"source_sha256": file_hash(settings.source)}
         specification: Any = importlib.util.spec_from_file_location("nanogpt_model", settings.source)
         source = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(source)

@@ -20,12 +20,13 @@ import math
 import statistics
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -116,15 +117,23 @@ class Comparison(NamedTuple):
     arm: Arm
 
 
-class Subject(Protocol):
-    """One arm that can be timed: `timed_block` returns the milliseconds of a call."""
+class Subject(ABC):
+    """One arm that can be timed."""
 
-    facts: Row
+    facts: Mapping[str, Any] = {}
     """More entries of its rows; rows that it is the baseline of have them as `baseline_...`."""
 
-    def warm_up(self) -> None: ...
-    def timed_block(self, variant: str) -> float: ...
-    def kernels(self) -> list[Row]: ...
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Compile, capture and check whatever is timed later, and run it untimed."""
+
+    @abstractmethod
+    def timed_block(self, variant: str) -> float:
+        """Return the milliseconds of one call, from a block of several."""
+
+    @abstractmethod
+    def kernels(self) -> list[Row]:
+        """Return the kernels that one call runs (`kernels_of`)."""
 
 
 @dataclass(frozen=True, kw_only=True)

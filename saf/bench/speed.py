@@ -34,7 +34,7 @@ from saf.bench.protocol import (
     launch_modes,
 )
 from saf.distributed import all_ranks_or_raise
-from saf.errors import InputError
+from saf.errors import InputError, check_name
 from saf.machine import Compile, Device, Execution, GraphPool
 from saf.ops import BACKENDS
 from saf.ops.live import FLASH_DECODE, KERNELS
@@ -119,12 +119,13 @@ class Speed:
         return ModelPlan(model=self.model, length=point.length, device=self.execution.device, seed=self.seed)
 
     def check(self) -> None:
-        kernels = (*self.kernels, *(self.others or ()))
-        known = ("auto", FLEX, *KERNELS, *[FLASH_DECODE] * (self.kind == "decode"))
+        kernels, known = (*self.kernels, *(self.others or ())), ["auto", FLEX, *KERNELS]
+        if self.kind == "decode":  # it takes no more than a few queries a sequence
+            known.append(FLASH_DECODE)
         for name in kernels:
-            require(name in known, f"attention kernel must be one of {', '.join(known)}, got {name!r}")
+            check_name("attention kernel", name, known)
         for name in self.backends:
-            require(name in BACKENDS, f"backend must be one of {', '.join(BACKENDS)}, got {name!r}")
+            check_name("backend", name, BACKENDS)
         require(all(0 < rate <= 1 for rate in self.rates), f"rates must be shares in (0, 1], got {self.rates}")
         # Uncompiled it is no kernel but a matrix of scores: a baseline that nobody runs.
         uncompiled = FLEX in kernels and self.cuda and not self.execution.compile
@@ -286,12 +287,11 @@ class ModelSpeed(Speed):
 # --- single arms in processes of their own
 
 
-class FreshSubject:
+class FreshSubject(Subject):
     """One arm whose every timed block runs in a new process; its compiled code stays on disk between them."""
 
     def __init__(self, settings: ModelSpeed, point: Point, arm: Arm):
         self._settings, self._point, self._arm = settings, point, arm
-        self.facts: dict[str, Any] = {}
         # Of its own, so that the arm takes no program compiled for another kernel.
         self._cache = tempfile.TemporaryDirectory(prefix="saf-bench-", ignore_cleanup_errors=True)
         self._first: dict[str, Any] = {}

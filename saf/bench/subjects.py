@@ -119,7 +119,7 @@ class NextTokenLoss(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-class UpdateSubject:
+class UpdateSubject(Subject):
     """Updates of one model with its optimiser, by the trainer's own code: one `Updater` for each launch mode."""
 
     def __init__(
@@ -133,7 +133,6 @@ class UpdateSubject:
     ):
         execution = settings.execution
         self.settings, self.device = settings, execution.device
-        self.facts: dict[str, Any] = {}
         optimizer = build_optimizer(model.train())
         self.updaters = {
             mode: Updater(
@@ -193,7 +192,7 @@ class PassSpeed(ModelSpeed):
     """Untimed passes before every timed block for about this long; by default 400 ms on CUDA, none on a CPU."""
 
 
-class Passes:
+class Passes(Subject):
     """Forward passes of one module over fixed inputs, called and replayed as a graph, each a program of its own."""
 
     def __init__(
@@ -443,7 +442,7 @@ class Op(Speed):
         )
 
 
-class LayerSubject:
+class LayerSubject(Subject):
     """One arm of one layer: checked, captured and timed over several buffers in turn, so that no cache holds them."""
 
     def __init__(self, settings: Op, point: Point, arm: Arm, alone: int | None, pool: GraphPool):
@@ -451,7 +450,6 @@ class LayerSubject:
         self._settings, self._point, self._arm, self._alone, self._pool = settings, point, arm, alone, pool
         self._device, self._dtype = settings.execution.device, settings.dtype_of(settings.dtype)
         self._layout, self._head_dim = settings.layout(point, arm.rate), settings.plan(point).shape.head_dim
-        self.facts: dict[str, Any] = {}
         self._eager = self._ordinary() if arm.backend is None else self._frozen()
         self._compiled = torch.compile(self._eager)
         heads = self._operands()

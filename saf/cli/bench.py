@@ -16,7 +16,7 @@ from saf import bench
 from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.distributed import is_rank0, process_group
-from saf.errors import InputError, UnsupportedError
+from saf.errors import UnsupportedError, check_name
 from saf.report.benchmarks import tables
 
 USAGE = """usage: saf bench NAME [FOLDER] [OPTIONS]
@@ -78,7 +78,7 @@ def parse_words(words: Sequence[str]) -> Command:
         default = Command(settings=kind())  # tyro then has the settings of this benchmark, not of the base class
         return parse(Command, rest, prog=f"saf bench {name}", default=default, first={kind: FIRST}, doc=kind.__doc__)
     if name not in ("-h", "--help", "--help-all"):
-        raise InputError(f"the benchmark must be one of {', '.join(bench.KINDS)}, got {name!r}")
+        check_name("the benchmark", name, bench.KINDS)
     lines = []
     for name, kind in bench.KINDS.items():
         summary = " ".join(cleandoc(str(kind.__doc__)).partition("\n\n")[0].split())

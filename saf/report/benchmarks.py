@@ -106,6 +106,7 @@ def speed_cells(record: Record) -> Iterator[tuple[Record, dict[str, str]]]:
 
 
 def _cells(row: Record, control: Record | None, free: Record | None) -> dict[str, str]:
+    arm = _edited_name(row) if row["backend"] else _ROLES.get(row["role"], f"ordinary, {_kernel_name(row['kernel'])}")
     ratio, bound, share = None if row["refused"] else row["ratio"], free["ratio"] if free else None, None
     if ratio is not None and ratio >= 1 and bound is not None and bound >= max(1 + NEAR_ONE, ratio):
         share = (1 - 1 / ratio) / (1 - 1 / bound)  # saved time over the time that free heads save
@@ -117,7 +118,7 @@ def _cells(row: Record, control: Record | None, free: Record | None) -> dict[str
     return {
         "point": shape(row["point"]),
         "baseline": _baseline(row),
-        "arm": _arm_name(row),
+        "arm": arm,
         **times,
         "speedup": REFUSED if ratio is None else f"{ratio:.3f}×",
         "middle half of pairs": MISSING if ratio is None else f"{row['q25']:.3f} to {row['q75']:.3f}",
@@ -187,10 +188,6 @@ def table_title(row: Record, unusual: str = "") -> str:
 def shape(point: Record) -> str:
     """Return a point as the command line writes it: context x sequences (x micro-batches of an update)."""
     return "x".join(str(point[key]) for key in ("length", "batch_size", "accumulation") if key in point)
-
-
-def _arm_name(row: Record) -> str:
-    return _edited_name(row) if row["backend"] else _ROLES.get(row["role"], f"ordinary, {_kernel_name(row['kernel'])}")
 
 
 def _edited_name(row: Record) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from saf.bench import Update
-from saf.bench.protocol import Arm, Case, Point, Session, compare
+from saf.bench.protocol import Arm, Case, Point, Session, Subject, compare
 
 POINT = Point(4096, 8, 4)
 TIMES = {
@@ -24,12 +24,11 @@ TIMES = {
 MACHINE: Any = SimpleNamespace(device=torch.device("cpu"), device_name="Invented 9000", precision="bf16", compile=False)
 
 
-class _Timed:
+class _Timed(Subject):
     """Takes invented times, so that the real protocol can measure it."""
 
     def __init__(self, times: Sequence[float]):
         self._times, self._asked = times, 0
-        self.facts: dict[str, Any] = {}
 
     def warm_up(self) -> None:
         pass
