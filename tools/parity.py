@@ -121,8 +121,11 @@ def pattern(heads: int, seed: int) -> "saf.CompactPattern":
 
 def operators(device: str) -> Iterator[tuple[str, str]]:
     """Hash outputs and gradients of mixed and frozen attention, by backend, dtype, grouping and length."""
-    dtypes = [torch.float32, torch.bfloat16] + [torch.float64] * (device == "cpu")
-    backends = ["reference", "toeplitz"] + ["fused"] * (device == "cuda")
+    dtypes, backends = [torch.float32, torch.bfloat16], ["reference", "toeplitz"]
+    if device == "cpu":
+        dtypes.append(torch.float64)
+    else:
+        backends.append("fused")
     for backend, dtype, grouped in itertools.product(backends, dtypes, (False, True)):
         name = f"{backend} {str(dtype).removeprefix('torch.')}{' grouped' if grouped else ''}"
         kv_head = (0, 0, 1, 1) if grouped else (0, 1, 2, 3)

@@ -72,7 +72,8 @@ def _config(name: str, length: int, num_layers: int | None) -> GPTConfig:
     if name not in PRESETS:
         known = ", ".join(sorted([*PRESETS, *TRANSFORMERS]))
         raise InputError(f"model must be a folder or one of {known}; got {name!r}")
-    return preset(name, max_length=length, **({} if num_layers is None else {"num_layers": num_layers}))
+    layers = {} if num_layers is None else {"num_layers": num_layers}
+    return preset(name, max_length=length, **layers)
 
 
 # --- a folder's model

@@ -7,8 +7,8 @@ ordinary model, must come out at 1 within a tolerance; otherwise everything comp
 A record is one JSON object with the header of every result (`saf.records.result`) and
 
     finished, seconds   whether the benchmark reached its end, and how long it took
-    rows                one a comparison: `point`, `variant` (how it ran), `role`, `baseline`, `arm`, the fields of
-                        `Arm`; `baseline_ms`, `arm_ms` (medians), `ratio` with `q25`, `q75`, `min`, `max`, `pairs`,
+    rows                one for each comparison: `point`, `variant` (how it ran), `role`, `baseline`, `arm`, the fields
+                        of `Arm`; `baseline_ms`, `arm_ms` (medians), `ratio` with `q25`, `q75`, `min`, `max`, `pairs`,
                         `pair_ms`; `control_ratio`, `refused`; `heads`; of whole models `model` and `per_layer`
     memory              peak memory of each arm in a process of its own: `point`, `arm`, `bytes`, `change_percent`
     kernels             the kernels that one pass of each arm ran, and whether the pinned one is among them
@@ -298,10 +298,8 @@ def clean_process(*, compiles: bool = True) -> Iterator[None]:
             # The pinned attention kernel is no part of this cache's key: it would hand one arm's graph to another.
             stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))  # type: ignore[attr-defined]
         forget()
-        try:
-            yield
-        finally:
-            forget()
+        stack.callback(forget)
+        yield
 
 
 # --- the record

@@ -79,7 +79,7 @@ class Speed:
     """Run live heads by these attention kernels, on both sides of a ratio: by default cudnn on CUDA, auto on a CPU."""
     others: tuple[str, ...] | None = None
     """Compare these kernels of ordinary attention with the first, too: auto, cudnn, flash, efficient, math, flex. By
-    default auto, flash and flex on CUDA, none on a CPU; --others alone is none."""
+    default auto, flash and flex on CUDA, none on a CPU; --others without a name compares none."""
     free: bool = True
     """Whether to measure the free bound too, frozen heads whose mixing costs nothing; --no-free leaves it out."""
     pairs: int = 8
@@ -119,7 +119,7 @@ class Speed:
         return ModelPlan(model=self.model, length=point.length, device=self.execution.device, seed=self.seed)
 
     def check(self) -> None:
-        kernels, known = (*self.kernels, *(self.others or ())), ["auto", FLEX, *KERNELS]
+        kernels, known = [*self.kernels, *(self.others or [])], ["auto", FLEX, *KERNELS]
         if self.kind == "decode":  # it takes no more than a few queries a sequence
             known.append(FLASH_DECODE)
         for name in kernels:

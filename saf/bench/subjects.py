@@ -438,7 +438,7 @@ class Op(Speed):
             comparisons=comparisons,
             build=lambda arm: LayerSubject(self, point, arm, alone, pool),
             variants=self.variants(),
-            describe=lambda arm: {"heads": self.layout(point, arm.rate).num_frozen if arm.backend else 0},
+            describe=lambda arm: {"heads": self.layout(point, arm.rate).num_frozen},  # at rate 0 none
         )
 
 

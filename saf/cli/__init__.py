@@ -57,7 +57,9 @@ commands:
 NOISY = ("torchao", "torch.utils._pytree")
 EXTRAS = {
     **dict.fromkeys(("tyro", "docstring_parser", "rich", "tokenizers", "tensorboard", "matplotlib", "jinja2"), "cli"),
-    **{"transformers": "hf", "accelerate": "hf", "datasets": "data", "pyarrow": "data", "lm_eval": "eval"},
+    **dict.fromkeys(("transformers", "accelerate"), "hf"),
+    **dict.fromkeys(("datasets", "pyarrow"), "data"),
+    "lm_eval": "eval",
 }
 """The extra of this package (pyproject.toml) that installs each package that commands need."""
 RESUME = ". Checkpoints stay: go on with the same command and --resume"

@@ -10,7 +10,7 @@ import tyro
 
 from saf.checkpoint import refers_to_checkpoint
 from saf.cli.parsing import parse
-from saf.cli.pretrain import FIRST_OF_FREEZING, EarlyFlags, TrainFlags, changes_of, show_result
+from saf.cli.pretrain import FIRST_OF_FREEZING, EarlyFlags, TrainFlags, changes_of
 from saf.data.reading import JSON_LINES, bare_suffix
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
@@ -48,13 +48,13 @@ class Command(TrainFlags):
     like: Path | None = None
     """Take the files, settings and updates of this finetuned run of the ordinary arm."""
 
-    def run(self) -> dict[str, Any]:
+    def train(self) -> dict[str, Any]:
         if self.like is None:
-            return show_result(lambda: finetune(self.config, epochs=self.epochs, resume=self.resume), self)
+            return finetune(self.config, epochs=self.epochs, resume=self.resume)
         if self.epochs is not None:
             raise InputError("epochs has no effect with like, whose updates are taken over; leave one of them out")
         has_begun = (Path(self.out) / "config.json").exists()
-        return show_result(lambda: pretrain(self.config, resume=self.resume and has_begun), self)
+        return pretrain(self.config, resume=self.resume and has_begun)
 
 
 _OF_TASK = ("batch_size", "updates", "peak_lr")  # known once the task is: their defaults are its
@@ -129,10 +129,11 @@ def _base_settings(early: EarlyFlags, out: Path) -> dict[str, Any]:
         # A run that is still choosing its number of epochs has no config.json yet.
         recorded = recorded_config(out) if early.resumed else pending_choice(out)
         if recorded is not None:
+            own = vars(recorded.finetuning) if recorded.finetuning else {}
             began_at = recorded.parent
             if early.parent is not None and not (began_at and refers_to_checkpoint(early.parent, began_at)):
                 raise InputError(f"the run in {out} began at {began_at}; got parent {early.parent}")
-            return {**vars(recorded), **(vars(recorded.finetuning) if recorded.finetuning else {})}
+            return {**vars(recorded), **own}
     if early.parent is None:
         raise InputError(f"{out} holds no run to resume; check --out, or start a new run with --parent")
     checkpoint = early.checkpoint()

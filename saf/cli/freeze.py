@@ -75,7 +75,9 @@ class Command(CheckpointFreezing):
                 "next, look at its heads, and train on:", inspect, ["pretrain", "--parent", self.out, "--out", "RUN"]
             )
         data = self.data if self.data is not None and self.data.is_dir() else "HELDOUT.txt"
-        words = ["--data", data, "--length", length, *["--bos"] * self.bos]
+        words = ["--data", data, "--length", length]
+        if self.bos:
+            words.append("--bos")
         return _lines(
             "next, look at its heads, and measure the model before and after on other text; `--limit 100` reads 100 "
             "windows,\nand the time left is shown:",

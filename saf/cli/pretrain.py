@@ -1,7 +1,7 @@
 """`saf pretrain`: train one arm, ordinary, frozen or pruned. `saf finetune` shares its flags and its result table."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Self
@@ -58,6 +58,28 @@ class TrainFlags(TrainConfig):
         groups = {"freeze": config.freeze or NOTHING_FROZEN, "schedule": config.schedule or OneTime()}
         return cls(**values | groups)
 
+    def train(self) -> dict[str, Any]:
+        """Train by `config`, and return the result, or where a signal stopped the run."""
+        raise NotImplementedError
+
+    def run(self) -> dict[str, Any]:
+        """Train in the process group of torchrun, if there is one, show the result and return it.
+
+        Exits with code 75 when a signal stopped the run.
+        """
+        with process_group(self.config.device):
+            result = self.train()
+            stopped = "stopped_at" in result
+            if is_rank0() and stopped:
+                where = f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}"
+                print(f"{where}. Go on with the same command and --resume", file=sys.stderr)
+            elif is_rank0():
+                run = RecordedRun.open(self.config.out)
+                show(result, result_table(run), *recall_tables(result), as_json=self.json)
+        if stopped:  # a code of its own, by which a job's script starts the same command again with --resume
+            raise SystemExit(EXIT_STOPPED)
+        return result
+
 
 @dataclass(kw_only=True)
 class Command(TrainFlags):
@@ -74,8 +96,8 @@ class Command(TrainFlags):
     several processes. Exit code 75: a signal stopped the run after a checkpoint; go on with --resume.
     """
 
-    def run(self) -> dict[str, Any]:
-        return show_result(lambda: pretrain(self.config, resume=self.resume), self)
+    def train(self) -> dict[str, Any]:
+        return pretrain(self.config, resume=self.resume)
 
 
 def parse_words(words: Sequence[str]) -> Command:
@@ -89,7 +111,7 @@ def parse_words(words: Sequence[str]) -> Command:
     early = EarlyFlags.of(words)
     base = None
     if early.resumed and early.out is not None:
-        base = recorded_config(early.out)
+        base = recorded_config(early.out)  # and so the seed, the data and all else: resuming is exact
     elif early.parent and early.out:
         base = continue_from(early.checkpoint(), out=early.out)
     elif early.resume and not early.data:
@@ -168,25 +190,6 @@ def _without_default(freeze: FreezeConfig) -> FreezeConfig | None:
 
 
 # --- results
-
-
-def show_result(train: Callable[[], dict[str, Any]], flags: TrainFlags) -> dict[str, Any]:
-    """Train in the process group of torchrun, if there is one, show the result and return it.
-
-    Exits with code 75 when a signal stopped the run.
-    """
-    with process_group(flags.config.device):
-        result = train()
-        stopped = "stopped_at" in result
-        if is_rank0() and stopped:
-            where = f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}"
-            print(f"{where}. Go on with the same command and --resume", file=sys.stderr)
-        elif is_rank0():
-            run = RecordedRun.open(flags.config.out)
-            show(result, result_table(run), *recall_tables(result), as_json=flags.json)
-    if stopped:  # a code of its own, by which a job's script starts the same command again with --resume
-        raise SystemExit(EXIT_STOPPED)
-    return result
 
 
 def result_table(run: RecordedRun) -> Table:

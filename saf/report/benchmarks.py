@@ -59,7 +59,7 @@ def _speed_table(title: str, lines: Sequence[tuple[Record, Mapping[str, str]]]) 
         line["free bound"] = cells["free bound"]
         line["cache"] = MISSING if cache == MISSING else f"{cache} of {cells['baseline cache']}"
         shown.append(line)
-    pairs = _range([f"{row['pairs']}" for row, _ in sorted(lines, key=lambda line: line[0]["pairs"])])
+    pairs = _range([f"{count}" for count in sorted(row["pairs"] for row, _ in lines)])
     controls = sorted({row["control_ratio"] for row, _ in lines} - {None})
     control = _range([f"{each:.4f}" for each in controls])
     note = f"speedup: median of {pairs} pairs, baseline / arm; control, a second ordinary arm: {control}"
