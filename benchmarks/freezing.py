@@ -83,7 +83,7 @@ def measure_point(session: Session, settings: Freezing, point: Point) -> None:
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    optimizer.zero_grad()
+    optimizer.zero_grad()  # in training no gradients are left when heads are frozen
     generator = torch.Generator().manual_seed(settings.seed)
     ids = torch.randint(model.config.vocab_size, (point.batch_size, point.length), generator=generator)
     batches = list(ids.split(settings.batch_size))

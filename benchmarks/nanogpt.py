@@ -25,7 +25,7 @@ from saf.machine import GraphPool
 from saf.models import preset
 from saf.records.files import file_hash
 
-NANOGPT = Arm("nanoGPT")
+NANOGPT = Arm("nanoGPT")  # arms are told apart by the name of their kernel, and nothing pins this one
 
 
 @dataclass(kw_only=True)

@@ -91,7 +91,7 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a pipe that was closed is noticed here rather than at Python's exit
         return code
     except SafError as error:
-        if not _prints(error):
+        if not _prints(error):  # the first process prints and ends, and torchrun then ends this one in its sleep
             time.sleep(LATER_SECONDS)
         print(f"saf {name}: {_settings_as_flags(str(error), module) if module else error}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
@@ -99,7 +99,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print(f"saf {name}: interrupted{advice}", file=sys.stderr)
         return EXIT_INTERRUPTED
-    except BrokenPipeError:
+    except BrokenPipeError:  # an OSError too, and so before that
         # The reader went away (`saf ... | head`); keep Python from complaining when it flushes at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
@@ -184,7 +184,7 @@ def _end_in_group(code: int) -> None:
 def _plain_warnings(name: str) -> Iterator[None]:
     """Show the project's own warnings as one line on stderr, without Python's file and line number."""
     with warnings.catch_warnings():
-        otherwise = warnings.showwarning
+        otherwise = warnings.showwarning  # `catch_warnings` puts it back
 
         def show(message: Warning | str, category: type[Warning], *rest: Any) -> None:
             if issubclass(category, SafWarning):

@@ -64,6 +64,7 @@ def _tables(folder: str, index: dict[str, Any]) -> Iterator[Table]:
     for name in PARTITIONS:
         part = index["partitions"][name]
         density = f"{part['bytes'] / part['tokens']:.2f}" if part["tokens"] else None
+        # A model that has learnt nothing but how frequent tokens are has this loss.
         entropy = None if part["unigram_entropy"] is None else f"{part['unigram_entropy']:.3f}"
         rows.append([name, part["documents"], part["tokens"], f"{part['bytes'] / 1e6:.2f}", density, entropy])
     columns = ("partition", "documents", "tokens", "text, MB", "bytes/token", "unigram entropy, nats")

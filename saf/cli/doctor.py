@@ -38,6 +38,7 @@ class Command:
     def run(self) -> dict[str, Any]:
         # As torch.compile looks for one; without it code for a CPU cannot be compiled.
         compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
+        # The dtypes of training: float32, and under autocast on CUDA bfloat16.
         devices_and_dtypes = [("cpu", torch.float32)]
         if torch.cuda.is_available():
             devices_and_dtypes += [("cuda", torch.bfloat16), ("cuda", torch.float32)]
@@ -118,6 +119,7 @@ def _tables(result: dict[str, Any]) -> Iterator[Table]:
     kernels = {name: f"no: {reason}" if reason else "available" for name, reason in result["live_kernels"].items()}
     yield Table.facts("attention kernels of live heads", kernels)
     for entry in result["backends"]:
+        # Each line is "backend: how it runs, or why it cannot"; the last one says what "auto" takes.
         lines = dict(line.partition(": ")[::2] for line in entry["lines"])
         yield Table.facts(f"frozen heads on {entry['device']}, {entry['dtype']}", lines)
 

@@ -53,6 +53,7 @@ class Command(TrainFlags):
             return finetune(self.config, epochs=self.epochs, resume=self.resume)
         if self.epochs is not None:
             raise InputError("epochs has no effect with like, whose updates are taken over; leave one of them out")
+        # A run that was stopped before it wrote its settings has nothing to resume: it begins again.
         has_begun = (Path(self.out) / "config.json").exists()
         return pretrain(self.config, resume=self.resume and has_begun)
 

@@ -74,6 +74,7 @@ class Command(CheckpointFreezing):
             return _lines(
                 "next, look at its heads, and train on:", inspect, ["pretrain", "--parent", self.out, "--out", "RUN"]
             )
+        # Text on which heads were chosen flatters them; a data folder holds text out by itself.
         data = self.data if self.data is not None and self.data.is_dir() else "HELDOUT.txt"
         words = ["--data", data, "--length", length]
         if self.bos:

@@ -24,6 +24,7 @@ def show(result: Mapping[str, Any], *parts: Part, as_json: bool) -> None:
         return
     for part in parts:
         if isinstance(part, str):
+            # `plain` for each line: names of folders and files may have control codes, and it joins lines.
             print("\n".join(map(plain, part.split("\n"))))
         else:
             part.print()

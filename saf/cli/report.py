@@ -37,6 +37,7 @@ class Command:
             raise InputError("name run folders, or a folder of a Hugging Face model")
         if self.out and self.out.suffix not in ("", ".html") and not self.out.is_dir():
             raise InputError(f"--out must be an .html file or a folder, got {self.out.name}")
+        # A model stands before its evaluations, the run that was trained last behind the others.
         default_folder = self.runs[0] if is_transformers_model(self.runs[0]) else self.runs[-1]
         page = write_report(self.runs, self.out or default_folder)
         result: dict[str, Any] = {"report": str(page), "bytes": page.stat().st_size}
