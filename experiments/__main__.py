@@ -85,6 +85,7 @@ class Experiments:
             torch.set_num_threads(1)  # its tensors are too small to share: two threads take longer than one
             inputs = smoke_inputs(self.out / "smoke-inputs", inputs)
         elif runs:
+            # Finetuned runs record the fingerprint of their examples instead.
             pretrained = [run.record() for run in runs.values() if run.arm.task is None]
             check(inputs, scale, [record for record in pretrained if record is not None])
         outcome = execute(runs, inputs, jobs=self.jobs)
@@ -197,6 +198,7 @@ class Keep:
                 continue
             place = path.parent.with_suffix(".json") if run else path
             target = self.results / place.relative_to(self.out)
+            # Committed records are never replaced; their paths on this machine are cut off.
             if not target.exists():
                 write_atomically(target, path.read_text().replace(here, "").encode())
                 copied += 1

@@ -18,6 +18,7 @@ Settings = Mapping[str, Any]
 CONTEXTS = {"1k": 1_024, "4k": 4_096, "8k": 8_192, "16k": 16_384}
 ALL: tuple[str, ...] = ("paper", "small", "smoke")
 """Scales that arms have settings of."""
+# Those of the paper (app:controlled-pretraining-details).
 RATES = (0.1, 0.25, 0.5, 0.75)
 
 
@@ -67,6 +68,7 @@ def percent(rate: float) -> str:
 
 def freeze(rate: float, **more: Any) -> Settings:
     """Return the settings that freeze a share of the heads, with the paper's storage unless `more` names another."""
+    # The default would store patterns for linear time from 4,096 tokens on, and as vectors below.
     return {"freeze": {"rate": rate, "storage": "compact", **more}}
 
 
@@ -80,6 +82,7 @@ def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
     result: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
+            # {**one, **other} would drop the rest of `freeze` where an arm changes one setting of it.
             both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
             result[name] = merged(result[name], value) if both else value
     return result
@@ -101,6 +104,7 @@ LAYERWISE = {scale: {"compile": "layers"} for scale in ("paper", "small")}
 LATER = {"peak_lr": 6e-5, "min_lr_ratio": 0.1, "warmup": 0}
 """After a full run: from the rate that it ends with down to a tenth."""
 LATER_REPORT = {"paper": {"report_tokens": 4_997_120}}
+# Small runs end with a tenth of 1e-3.
 LATER_SCALED = {"small": {"peak_lr": 1e-4}, **LATER_REPORT}
 ONE_BILLION = {
     "model": "1b",
@@ -166,6 +170,7 @@ def matched(k: str, kind: str, rate: float) -> dict[str, Settings]:
     At the paper's scale an arm has the seconds that its reference had left. Small runs are too short for a clock and
     get as many updates as the measured speed buys.
     """
+    # The paper's scale has no entry: without a speed a run gets seconds (`_matched_budget` in run.py).
     card = "H200" if kind in ("freeze", "prune") else "H100"  # linear.json
     small = speed(SPEEDS[k, kind][rate], f"124M on an {card}, measured in pairs", CHARGE_SECONDS)
     return {"small": small, "smoke": speed(1.25, "set for the smoke scale, not measured")}
@@ -187,6 +192,7 @@ def _contexts() -> Iterator[Arm]:
     for k in ("4k", "8k", "16k"):
         trunk = control_trunk(k)
         yield Arm(name=f"{k}-ordinary-time", parent=trunk, match=trunk, scaled=SAME_SPEED)
+        # Ordinary again in another order of the data: how far two equal arms end apart.
         yield Arm(name=f"{k}-ordinary-time-reordered", parent=trunk, match=trunk, scaled=SAME_SPEED, reseed=1_000)
         yield Arm(name=f"{k}-ordinary-more", parent=trunk, match=trunk, settings=MORE_TOKENS)
         for rate in SPEEDS[k, "freeze"]:
@@ -200,11 +206,13 @@ def _paired(k: str, rate: float) -> Iterator[Arm]:
     timed = partial(Arm, parent=trunk, match=trunk)
     at_speed, when_pruned = matched(k, "freeze", rate), matched(k, "prune", rate)
     yield branch(name=mean, settings=freeze(rate))
+    # The heads of the frozen arm, so that the two differ in what is done to these heads alone.
     yield branch(name=pruned, settings=PRUNE, heads=mean)
     yield control(name=f"{mean}-control", settings=freeze(rate), scaled=STRICT, elsewhere=mean)
     yield control(name=f"{pruned}-control", settings=PRUNE, scaled=HELD_OUT, heads=f"{mean}-control", elsewhere=pruned)
     yield timed(name=f"{mean}-time", settings=freeze(rate), scaled=merged(STRICT, at_speed))
     yield timed(name=f"{pruned}-time", settings=PRUNE, scaled=merged(HELD_OUT, when_pruned), heads=f"{mean}-time")
+    # The paper has random heads at 4K and these rates alone.
     if k == "4k" and rate in (0.25, 0.5):
         random, settings = f"{k}-random-{percent(rate)}", freeze(rate, **RANDOM)
         yield control(name=random, settings=settings, scaled=HELD_OUT)
@@ -234,6 +242,7 @@ def _answer() -> Iterator[Arm]:
     for k, rate in product(("4k", "16k"), (0.25, 0.5)):
         trunk, frozen = control_trunk(k), f"{k}-exponential-{percent(rate)}"
         linear = freeze(rate, storage="exponential")
+        # Heads chosen for pruning do better than pruned heads of low variance (app:pruning-selection-budget).
         gates, random = prune(rate, score="gate_taylor"), freeze(rate, storage="exponential", **RANDOM)
         for arm, kind in (
             (Arm(name=frozen, settings=linear), "exponential"),
@@ -270,6 +279,7 @@ def _peak_rates() -> Iterator[Arm]:
 def _moments() -> Iterator[Arm]:
     """Yield a quarter of the heads frozen at other moments, with the mean pattern and with random ones."""
     random = freeze(0.25, pattern="structured_random")
+    # At 1.0 no update follows: the cost at once of a trained model.
     for at in (0.25, 0.4, 0.6, 0.75, 1.0):
         branch = partial(Arm, parent="4k-ordinary", at=at)
         yield branch(name=f"4k-mean-25-at-{percent(at)}", settings=freeze(0.25))
@@ -294,9 +304,11 @@ def _patterns() -> Iterator[Arm]:
         yield branch(name=f"4k-{pattern}-{percent(rate)}", settings=freeze(rate, **settings))
     yield branch(name="4k-dense-25", settings=freeze(0.25, storage="dense"))
     yield branch(name="4k-residual-cosine-25", settings=freeze(0.25, score="residual_cosine"))
+    # Another position embedding is another model from the first update on.
     yield Arm(name=learned, settings={"model_overrides": {"position": "learned"}})
     yield Arm(name="4k-learned-dense-25", parent=learned, settings=freeze(0.25, storage="dense"))
     yield Arm(name="4k-learned-mean-25", parent=learned, settings=freeze(0.25))
+    # The same patterns, trained on: the paper's control of freezing itself (tab:pattern-controls).
     trainable = freeze(0.25, trainable=True)
     yield Arm(name="4k-trainable-25", parent=control_trunk("4k"), settings=trainable, scaled=STRICT)
 
@@ -319,6 +331,8 @@ def _schedules() -> Iterator[Arm]:
         yield branch(name=f"4k-validation-budget-{percent(budget)}", settings=settings)
     for multiplier in (3.0, 1.5):
         name, settings = f"4k-train-loss-{multiplier}", events("train_loss", multiplier=multiplier)
+        # The trigger may fire at any update, so these train from initialisation; a branch at 25% sees no loss before
+        # it.
         yield Arm(name=name, settings=settings, scaled=TRIGGERED_SMOKE if multiplier == 3.0 else {})
         yield branch(name=f"{name}-from-25", settings=settings, at=0.25)
     yield Arm(name="4k-train-loss-1.5-to-25", settings=events("train_loss", 0.25, multiplier=1.5))
@@ -345,6 +359,7 @@ def _scores() -> Iterator[Arm]:
     """Yield arms by other scores: they branch off a trunk that keeps the average which gradient scores read."""
     for k, scores in SCORES_AT.items():
         trunk = f"{k}-tracked-ordinary"
+        # A trunk of its own: the average of Q/K gradients is over all updates before the event.
         yield Arm(name=trunk, context=CONTEXTS[k], settings={"track_gradients": True})
         # Where the paper has gradient scores, at 1K, its patterns are whole.
         stored, rates = ({"storage": "dense"}, (0.25,)) if k == "1k" else ({}, (0.25, 0.5))
@@ -403,6 +418,7 @@ LATER_ARMS: dict[str, Settings] = {
 
 def _later() -> Iterator[Arm]:
     """Yield half as many updates again on top of a full run, frozen or pruned before them."""
+    # 2.4576B tokens and half as many again are the 3.6864B of tab:pruning-additional-training.
     after = partial(Arm, parent=control_trunk("4k"), at=1.0, more=0.5)
     for name, event in LATER_ARMS.items():
         arm = after(
@@ -475,6 +491,7 @@ def _recovered(group: str, parent: str, models: Mapping[str, Settings], **others
             name=f"{group}-{model}",
             parent=parent,
             task="mqar",
+            # Other examples than those that recall was learnt on.
             reseed=1_000,
             heads=f"{group}-mean-25" if model == "pruned-25" else None,
             settings={"updates": RECOVERY[-1], "report_at": RECOVERY, **event},
@@ -487,6 +504,7 @@ def _recall() -> Iterator[Arm]:
     """Yield associative recall: of later checkpoints, with either seed varying; of patterns; after replacement."""
     later = {name: f"later-{name}-time" for name in LATER_ARMS}
     yield from _tuned("recall-later", later, "mqar")
+    # Seeds of pretraining and of the task vary apart, since their spreads are never pooled.
     for arm in _tuned("recall-later", later, "mqar", varies="task"):
         yield replace(arm, name=f"{arm.name}-task-seeds", like=arm.like and f"{arm.like}-task-seeds")
     yield from _recovered("recovery", "recall-later-ordinary", LATER_ARMS)
@@ -504,6 +522,7 @@ DOWNSTREAM: dict[str, tuple[str, Mapping[str, Settings]]] = {
     # Task: context, settings by scale.
     "sst2": ("4k", {"paper": {"batch_size": 256}, **SMALL_TASKS["sst2"]}),
     "boolq": ("4k", {"paper": {"batch_size": 64}, **SMALL_TASKS["boolq"]}),
+    # QuALITY's articles have some 6,200 tokens: they fit the models of 16K.
     "quality": ("16k", dict.fromkeys(ALL, _QUALITY_16K)),
 }
 DURING = {
@@ -556,6 +575,7 @@ STAGE_TASKS: dict[str, Settings] = {
     # Batches of 32 leave launches of small kernels few enough; SST-2 is a stratified part of its file.
     "sst2": {"batch_size": 32, "most_examples": 16_384},
     "boolq": {"batch_size": 32},
+    # Cut to the context of the models, which are those of 4K.
     "quality": {"max_tokens": 4_096},
     "mqar": {},
 }

@@ -36,6 +36,7 @@ def svg(draw: Callable[[], Canvas]) -> str:
         canvas = draw()
         for axis in canvas.axes:
             axis.minorticks_off()  # they take a third of the time
+        # No date: the same numbers give the same file, which `make check` compares.
         canvas.savefig(file, format="svg", metadata={"Date": None, "Creator": None})
     # A hundredth of a point is fine enough.
     text = re.sub(r"(\.\d\d)\d+", r"\1", file.getvalue())
@@ -61,6 +62,7 @@ def _drawn(figure: Figure, panels: Mapping[str, Mapping[str, pd.DataFrame]]) -> 
     axes = canvas.subplots(1, len(panels), squeeze=False, sharey=figure.alike)[0]
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         for number, (name, points) in enumerate(lines.items()):
+            # Points that no line joins are drawn side by side, or their intervals would hide each other.
             aside = 0.0 if figure.joined else 0.14 * (number - (len(lines) - 1) / 2)
             _draw_line(axis, points, name, f"C{number}", aside, joined=figure.joined)
         ticks = list(next(iter(lines.values())).index)

@@ -55,6 +55,7 @@ class Inputs:
 def check(inputs: Inputs, scale: Scale, records: Iterable[Mapping[str, Any]]) -> None:
     """Raise InputError for text of a vocabulary far from the scale's, or other than that of the recorded runs."""
     data = TokenData.open(inputs.text())
+    # gpt2 has 50,257 tokens, and the paper's models 50,304, a multiple of 64.
     if abs(data.vocab_size / scale.vocabulary - 1) > 0.01:
         raise InputError(
             f"{inputs.data} must have a vocabulary of {scale.vocabulary:,} tokens for the scale {scale.name!r}, got "

@@ -41,6 +41,7 @@ def checkpoint(arm: str, at: float = 0.5) -> Reference:
 
     def path(maker: "Maker") -> Path:
         run, folder = maker.run(arm), maker.run(arm).folder / "checkpoints"
+        # A run by the clock has no update that it is known to end with.
         if at == 1 and (last := latest(folder)) is not None:
             return last
         return folder / step_name(OneTime(at=float(at)).first_update(run.updates))
@@ -111,6 +112,7 @@ class Number:
         values: list[Any] = [record]
         for step in self.path:
             values = [each for value in values for each in _step(value, step) if each is not None]
+        # A mean over entries that a condition forgot to tell apart would look like a measurement.
         if len(values) > 1 and self.of in ("one", "pairs"):
             raise InputError(f"{self.title}: {len(values)} entries meet {self.path}; add a condition")
         if not values:
@@ -118,6 +120,7 @@ class Number:
         if self.of == "pairs":
             return [baseline / arm for baseline, arm in values[0]]
         value = (max if self.of == "max" else statistics.fmean)(map(float, values))
+        # A speedup s saves 1 - 1/s of the time.
         return [100.0 * (1.0 - 1.0 / value) if self.saved else self.scale * value]
 
 
@@ -180,6 +183,7 @@ class Measurement:
         """Return "on", "processes" and the flags at a scale."""
         values = {"on": self.on, "processes": self.processes, **self.settings}
         if scale == "smoke":
+            # Only flags that the measurement sets: the others may be none of its command.
             values |= {name: value for name, value in SMOKE.items() if name in self.settings}
             values |= SMOKE_BENCH if {"points", "pairs"} & self.settings.keys() else {}
         return {**values, **self.scaled.get(scale, {})}
@@ -205,6 +209,7 @@ def records_of(recipe: str, measurements: Sequence[Measurement], folder: Path, s
     records = {}
     for each in measurements:
         place = each.file(folder, recipe, scale_named(scale).base, 0).parent
+        # Partial records lie beside them, as seed-1337.partial.json.
         if files := [path for path in sorted(place.glob("*.json")) if re.fullmatch(r"seed-\d+|once", path.stem)]:
             records[each.name] = [read_result(path) for path in files]
     return records
@@ -240,6 +245,7 @@ class Maker:
         if out.is_file():
             return None
         print_progress(f"measuring {self.recipe}, {each.name} ({each.does}) in {out}")
+        # Written aside: what is killed halfway leaves no record that would pass for a whole one.
         log, partial = out.with_suffix(".log"), out.with_suffix(".partial.json")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -252,6 +258,8 @@ class Maker:
                 program = [*torchrun, str(processes), "-m", module, *words]
                 code = subprocess.run(program, stdout=file, stderr=file).returncode
             else:
+                # A process of its own would import torch again, which takes longer than most measurements of the smoke
+                # scale.
                 main = importlib.import_module(MAIN.get(module, module)).main
                 with redirect_stdout(file), redirect_stderr(file):
                     try:
@@ -263,6 +271,7 @@ class Maker:
             return f"failed: {lines[-1]} (see {log})"
         place = {"scale": self.scale.name, "recipe": self.recipe, "measurement": each.name}
         record = read_json(partial)
+        # The command that was typed, and not the words of this call.
         record["provenance"]["command"] = command()
         write_json(out, {**record, "experiment": {**place, "seed": None if out.stem == "once" else self.seed}})
         partial.unlink()

@@ -110,6 +110,7 @@ def _by_point(text: str) -> dict[Point, dict[float, str]]:
     return table
 
 
+# "plotted" is where the paper draws a point and prints no number.
 SPEEDS = _by_point("""
     of          | model    | length | batch | heads  | 0.1     | 0.2   | 0.25             | 0.3   | 0.5              | 0.75
     update      | 124m     | 4096   | 2     | frozen | plotted |       | plotted          |       | plotted          | plotted

@@ -110,6 +110,7 @@ class Recipe:
             return self.smoke
         retired = {row.arm for row in self.rows if row.retired}
         rows = [row for row in self.rows if not row.retired]
+        # NAME@0 is a report of the run NAME.
         named = [name.partition("@")[0] for row in rows for name in (row.arm, row.reference, row.against) if name]
         named += [name for row in rows for name in row.companions.values()]
         named += [name for each in self.measurements for name in each.arms(scale)]
@@ -120,6 +121,7 @@ class Recipe:
 def all_recipes() -> dict[str, Recipe]:
     """Return all recipes by name; raise InputError for one that names an arm that there is not."""
     by_name: dict[str, Recipe] = {}
+    # Every module of the folder, so that a recipe of your own needs no entry elsewhere.
     for module in pkgutil.iter_modules(recipes.__path__):
         by_name |= import_module(f"experiments.recipes.{module.name}").RECIPES
     for name, each in by_name.items():

@@ -70,6 +70,7 @@ def complete_record(folder: Path, experiment: Mapping[str, Any]) -> None:
         examples = result["updates"] * math.prod(run.config["train"][name] for name in ("batch_size", "accumulation"))
         extra["epochs"] = round(examples / data["examples"]["train"])
         extra["example_tokens"] = result["tokens"] / examples
+    # As the paper times its pattern controls (tab:pattern-controls).
     if last := [line["update_seconds"] for line in run.metrics[-100:] if line.get("update_seconds")]:
         extra["last_updates_seconds"] = sum(last) / len(last)
     write_json(folder / "result.json", {**result, **extra, "experiment": experiment})
@@ -85,6 +86,7 @@ def check_heads(run: RecordedRun) -> dict[str, Any]:
     adapter = adapter_for(load_model(checkpoint or run.folder, pick_device("auto")))
     sites = adapter.sites()
     ids = torch.arange(16, device=adapter.device)[None]
+    # Any text will do: a gradient of a removed row would mean that it is still executed.
     adapter.next_token_loss(ids, ids).backward()
     rows = gradients = 0
     for site, of_role in ((site, find_rows(site, role)) for site in sites for role in ("query", "key")):
@@ -99,6 +101,7 @@ def check_heads(run: RecordedRun) -> dict[str, Any]:
 
 
 def _fits(run: RecordedRun) -> dict[str, float]:
+    # An event that was undone left no pattern in the model.
     events = [event.values for event in run.events if event.kind == "freeze" and event.undone_by is None]
     kls = [kl for event in events for *_, kl in event.get("fit_kl", ())]
     if not kls:
@@ -131,6 +134,7 @@ def numbers(records: Iterable[Record]) -> pd.DataFrame:
     lines = []
     for record in records:
         scale, arm, seed = (record["experiment"][name] for name in ("scale", "arm", "seed"))
+        # Of models that are tested before, and some updates after, their heads are replaced.
         reports = record.get("reports") or {}
         states = {arm: record}
         for place, update in enumerate(sorted(reports, key=int)):

@@ -204,6 +204,7 @@ def stale(results: Path, docs: Path) -> list[str]:
     cells = rendered[results / "cells.csv"]
     for path in (docs.parent / "README.md", docs / "results.md", docs / "results" / "answer.md"):
         text = path.read_text() if path.is_file() else ""
+        # The verdicts of answer.md stand in its sentences, in bold.
         bold = re.findall(BOLD_NUMBER, text) if path.parent == docs / "results" else []
         missing = [number for number in {*bold, *_numbers_of_tables(text)} if number not in cells]
         problems += [f"{path}: {number} stands in no cell of {results}/cells.csv" for number in sorted(missing)]
@@ -233,6 +234,7 @@ def _page(page: Page, blocks: Sequence[Block]) -> str:
             heading = block.heading
             lines.append(f"## {escaped(heading)}")
         for text in block.markdown():
+            # Recipes of a page share notes: each is shown once.
             notes = text.split("\n") if text.startswith("- ") else []
             lines.append("\n".join(note for note in notes if note not in noted) if notes else text)
             noted |= set(notes)
@@ -279,6 +281,7 @@ def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
                 yield block if block.title in PAGE_TABLES else replace(block, text="", page=pd.DataFrame())
     drawn = {figure.name: (figure.title, recipe_figure(figure, table)) for figure in table.recipe.figures}
     drawn |= {name.replace(" ", "-"): (name, analysis_figure(records)) for name, records in measured.items()}
+    # The paper's figure draws the speedups of these recipes.
     if "fig:systems-across-stages" in table.recipe.labels:
         drawn["speedups"] = "Speedups", speedups_figure(table.recipe, measured)
     for name, (title, picture) in drawn.items():
@@ -362,6 +365,7 @@ def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | No
         return None
     lines: dict[str, dict[str, str]] = {}
     for label, row in zip(frame.index, frame.to_dict("records"), strict=True):
+        # Rows without a share are ordinary attention.
         rate = re.search(r"([\d.]+%) ", str(label))
         more = [words[name] + row[name] for name in others if row.get(name, MISSING) not in (MISSING, "plotted")]
         line = lines.setdefault(str(label).replace(rate[0], "") if rate else str(label), {})

@@ -87,6 +87,7 @@ class Run:
         """All settings of a pretraining, its parents' included."""
         if self.arm.parent is None:
             return self.changes
+        # The event belongs to its own arm: what branches off a frozen model does not freeze again.
         inherited = {name: value for name, value in self.needs["parent"].settings.items() if name != "freeze"}
         return merged(inherited, self.changes)
 
@@ -134,6 +135,7 @@ class Run:
 
     def can_begin(self, missing: Collection[Key]) -> bool:
         """Return whether the runs that it needs have ended; of a parent its checkpoint at the branch is enough."""
+        # Of other roles the whole run is needed: its time, its events, its choice of epochs.
         waited = {role: need.key for role, need in self.needs.items() if need.key in missing}
         if self.step is not None and (self.needs["parent"].folder / "checkpoints" / step_name(self.step)).is_dir():
             waited.pop("parent", None)
@@ -155,6 +157,7 @@ def _check_settings(run: Run) -> None:
         if unknown := [name for name in settings if name not in names]:
             near = did_you_mean(unknown[0], names)
             raise InputError(f"arm {run.arm.name!r} has no setting {words}{unknown[0]}{near}")
+    # Stands for heads that are not known yet: beside them other settings have no effect, and are refused.
     heads: dict[str, Any] = {"heads": ((0, 0),)} if "heads" in run.needs else {}
     FreezeConfig(**event, **heads)
     if "schedule" in run.changes:
@@ -198,6 +201,7 @@ def config_of(run: Run, inputs: Inputs) -> TrainConfig:
     if "schedule" in run.changes:
         own["schedule"] = schedule_from_dict(run.changes["schedule"])
     if run.arm.parent is None:
+        # Checkpoints at the branches let other arms begin while this run goes on.
         return TrainConfig(data=str(inputs.text()), out=str(run.folder), seed=run.seed, save_at=BRANCHES, **own)
     parent = open_checkpoint(_checkpoint(run))
     if run.arm.task is not None:
@@ -206,6 +210,7 @@ def config_of(run: Run, inputs: Inputs) -> TrainConfig:
         own |= _matched_budget(run, parent)
     if run.arm.reseed:
         own["seed"] = run.seed + run.arm.reseed
+    # Whatever continues from a branch begins at its end.
     return continue_from(parent, out=str(run.folder), keep=1, **own)
 
 
@@ -221,9 +226,11 @@ def _matched_budget(run: Run, parent: Checkpoint) -> dict[str, Any]:
     reference = run.needs["match"]
     speed, charge = run.changes.get("match_speed"), run.changes.get("match_charge_seconds", 0.0)
     if speed is not None:
+        # The charge is a share of the whole run, whose first half the arms have in common.
         left, charged = reference.updates - parent.update, reference.updates * charge / PAPER_SECONDS
         return {"update_budget": int(speed * (left - charged))}
     before = parent.state["elapsed"]
+    # What the parent, and its own parents, had taken up to this checkpoint.
     spent = sum(before["parts"].values()) + sum((before["parent"] or {}).values())
     return {"time_budget_seconds": (reference.record() or {})["time"]["everything"]["seconds"] - spent}
 
@@ -234,12 +241,14 @@ def _finetuned(run: Run, parent: Any, own: dict[str, Any], inputs: Inputs) -> Tr
         base = settings_like(run.needs["like"].folder, parent=parent, out=run.folder)
     else:
         base = finetune_defaults(parent, task=task, out=run.folder)
+    # Where pretraining seeds vary, all of them are finetuned on the same examples in the same order.
     first = run.scale.seeds[0] if run.arm.varies == "pretraining" else run.seed
     base |= {"parent": str(parent.path), "seed": first + run.arm.reseed}
     if task == "mqar":
         base["mqar"] = replace(base["mqar"], **_with_tuples(run.changes.get("mqar", {})))
         base["report_at"] = tuple(each for each in base["report_at"] if each <= own.get("updates", base["updates"]))
         return TrainConfig(**{**base, **own})
+    # An arm like another one has the files of that one already.
     if "like" not in run.needs:
         base["data"], base["test"] = map(str, inputs.examples(task))
     values: dict[str, Any] = {**base, **own}
@@ -276,6 +285,7 @@ def train(run: Run, inputs: Inputs) -> bool:
             result = finetune(config_of(run, inputs), epochs=run.changes.get("epochs"), resume=choosing)
         if "stopped_at" in result:
             return False
+    # A run that was killed between its end and this line has a result.json without it.
     experiment = {"scale": run.scale.name, "arm": run.arm.name, "seed": run.seed, "settings": run.changes}
     complete_record(run.folder, experiment)
     return True
@@ -326,6 +336,8 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
                 active[future] = pending.pop(run.key), lane, began
             if not active:
                 break
+            # A branch becomes ready by a checkpoint of a run that goes on: with a free lane, look again every 10
+            # seconds.
             for future in wait(active, timeout=10 if lanes else None, return_when=FIRST_COMPLETED).done:
                 run, lane, began = active.pop(future)
                 lanes.append(lane)
@@ -357,6 +369,7 @@ def _make_in_process(run: Run, inputs: Inputs, device: str | None, stop: StopReq
     """Make a run in a process of its own, its output in a log next to its folder."""
     log = run.folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
+    # A fork would share CUDA's context, which two processes cannot.
     process = get_context("spawn").Process(target=_main_of_process, args=(run, inputs, device, log))
     process.start()
     terminated = False
@@ -365,6 +378,7 @@ def _make_in_process(run: Run, inputs: Inputs, device: str | None, stop: StopReq
         if stop.requested and not terminated:
             process.terminate()
             terminated = True
+    # Before the run handles signals, SIGTERM merely ends the process.
     if process.exitcode == EXIT_STOPPED or (terminated and process.exitcode == -signal.SIGTERM):
         return STOPPED
     lines = log.read_text(errors="replace").strip().splitlines() or ["it wrote nothing"]

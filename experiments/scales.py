@@ -56,12 +56,14 @@ class Scale:
 _SHORT: Settings = {
     "peak_lr": 1e-3,
     "min_lr_ratio": 0.1,
+    # A share, so that longer runs of a scale warm up in proportion.
     "warmup": 0.1,
     "accumulation": 1,
     "calibration_sequences": 32,
     "log_every": 200,
     "eval_every": 0,
     "save_every": 0,
+    # Intervals need the losses of windows alone.
     "token_losses": False,
 }
 """For runs shorter than the paper's: their warm-up is a share of their updates."""

@@ -217,6 +217,7 @@ class RecipeTable:
         """The seeds of the table, as many as the recipe has: those that most of its rows have."""
         own = self._lines[self._lines["arm"].isin([self._resolved(row.arm) for row in self.recipe.rows])]
         rows = own.groupby("seed")["arm"].nunique()
+        # Seeds of the most rows first, then in their own order.
         return sorted(sorted(rows.index, key=lambda seed: (-rows[seed], seed))[: self.recipe.seeds])
 
     @cached_property
@@ -274,6 +275,7 @@ class RecipeTable:
             return self._bootstrap(row, of, own["seed"])
         if of is None or self.recipe.intervals == "error":
             return math.nan, math.nan
+        # For three seeds Student's t is 4.30 where the normal distribution has 1.96.
         reach = float(stdtrit(own["seeds"] - 1, 0.975)) * own["standard_error"]
         return own["mean"] - reach, own["mean"] + reach
 
@@ -283,6 +285,7 @@ class RecipeTable:
         own, other = deltas[row.arm], deltas.get(row.against or "")
         if metric != "difference" or metric in row.paper or not own or not other:
             return row.paper.get(metric)
+        # Texts of the paper have U+2212 for a minus, as do ours.
         first, second = (float(text.split()[0].replace("\u2212", "-")) for text in (own, other))
         return text_of(METRICS[metric], first - second)
 
@@ -338,6 +341,7 @@ class RecipeTable:
         place = seed, block, len(samples[arm])
         if place not in self._draws:
             alike = {name: sample for name, sample in samples.items() if len(sample) == place[2]}
+            # Every arm has the same windows in a draw, so that the hardness of a window cancels.
             draws = bootstrap_means(torch.tensor(np.array([*alike.values()])), block=block).numpy()
             self._draws[place] = dict(zip(alike, draws, strict=True))
         return self._draws[place][arm]
@@ -419,6 +423,7 @@ class RecipeTable:
         checks = [run["checks"] for run in runs if "checks" in run]
         if wrong := [each for each in checks if not all(each[n] == value for n, value in CHECKS.items() if n in each)]:
             notes.append(f"WRONG HEADS: {len(wrong)} runs froze or pruned other heads than they record: {wrong[0]}.")
+        # saf.records.result adds "+" to the commit of a checkout with edited code.
         if dirty := sum(str(run["provenance"].get("commit")).endswith(("+", "None")) for run in runs):
             notes.append(f"DRAFT: {dirty} runs were made by edited code, or outside a git checkout: no commit has it.")
         devices = sorted({run["provenance"].get("device") or "an unknown device" for run in runs})
@@ -427,6 +432,7 @@ class RecipeTable:
     def overtrained(self) -> list[str]:
         """Return the rows of ordinary arms whose additional tokens raised perplexity, beyond chance."""
         gains: Any = self.summary[self.summary["metric"] == "token_gain"]
+        # With one seed the bootstrap's interval, with several the standard error.
         highest = gains["high"].fillna(gains["mean"] + gains["standard_error"])
         return [*gains["row"][highest < 0]]
 
@@ -474,6 +480,7 @@ def markdown(table: pd.DataFrame) -> str:
         for label, row in zip(table.index, table.to_numpy(), strict=True)
     ]
     rule = ["-"] * len(names) + ["-:"] * len(table.columns)
+    # chr(92) is the backslash, which expressions in f-strings may not contain before Python 3.12.
     lines = ([*names, *map(str, table.columns)], rule, *body)
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
 
@@ -482,6 +489,7 @@ def terminal(table: pd.DataFrame) -> str:
     """Return a table as plain text of at most `WIDTH` columns: more follow below, with the rows that have a cell."""
     groups: list[list[str]] = []
     for title in table:
+        # The paper's column stays beside ours.
         if groups and title == f"paper's {groups[-1][0]}":
             groups[-1].append(title)
         else:

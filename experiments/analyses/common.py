@@ -166,6 +166,7 @@ def mask_of(heads: HeadSet, shape: Sequence[int]) -> Tensor:
 
 def matrix(rows: Sequence[Sequence[float | None]]) -> Tensor:
     """Return values `[L, H]` float64 from the rows of a record, None as NaN."""
+    # JSON has no NaN.
     return torch.from_numpy(np.array(rows, dtype=float))
 
 
@@ -173,6 +174,7 @@ class CostMeter:
     """Measures losses of held-out windows `[W, T + 1]` on a copy of a model, with heads frozen during a measurement."""
 
     def __init__(self, model: nn.Module, windows: Tensor, *, batch_size: int = 8):
+        # A copy, since surgery replaces weights in place.
         self._model, self._windows, self._batch_size = copy.deepcopy(unwrap(model)), windows, batch_size
         self.baseline = self._losses()
 
@@ -226,6 +228,7 @@ def partial_spearman(one: Tensor, other: Tensor, *, covariates: Sequence[Tensor]
     frame = _frame([one, other, *covariates])
     ranks = frame.rank().to_numpy()
     layers = pd.get_dummies(frame.index // one.shape[1]).to_numpy(dtype=float)
+    # The indicators of all layers add up to the constant, so that no intercept is needed.
     design = np.hstack([layers, ranks[:, 2:]])
     residuals = ranks[:, :2] - design @ np.linalg.lstsq(design, ranks[:, :2], rcond=None)[0]
     return correlation(*residuals.T)

@@ -74,6 +74,7 @@ class OneHead(ModelAnalysis):
             meter = CostMeter(opened.model, opened.windows(self.windows), batch_size=self.batch_size)
             live = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
             config = FreezeConfig(max_fit_kl=self.max_fit_kl, storage="compact")
+            # One pass of calibration serves the fits of all heads; they are installed one by one.
             fits = fit_heads(opened.model, ids, statistics, live, config, Stopwatch())
             by_window, fit_kl = one_head_costs(meter, fits, config.backend, tuple(statistics.variance.shape))
         change, eligible = by_window.mean(-1), HeadSet(head for head in fits if fit_kl[head] <= self.max_fit_kl)
@@ -91,6 +92,7 @@ class OneHead(ModelAnalysis):
             columns += [f"mean cost, lowest {percent(rate)}", f"paper, {percent(rate)}"]
         known = {name: each["spearman"] for name, each in quality.items()}
         rows = []
+        # Scores without a correlation, constant ones, come last.
         for name in sorted(known, key=lambda name: -2 if known[name] is None else known[name], reverse=True):
             rank, *quoted = paper.SELECTOR_DIAGNOSTIC.get(name, (MISSING,) * 3)
             papers = dict(zip(("0.25", "0.5"), quoted, strict=True))
@@ -147,6 +149,7 @@ def score_quality(values: Tensor, change: Tensor, eligible: HeadSet, rates: Sequ
     Only eligible heads count; a rate of more heads than there are takes all.
     """
     change = change.masked_fill(~mask_of(eligible, change.shape), torch.nan)
+    # A head's cost is the relative increase of perplexity (tab:selector-diagnostic).
     percents, order = 100 * torch.expm1(change), ranking(values, only=eligible)
     lowest = {rate: order[: heads_at_rate(rate, values.numel())] for rate in rates}
     means = {rate: float(np.mean([percents[head] for head in heads] or [np.nan])) for rate, heads in lowest.items()}
@@ -238,6 +241,7 @@ class JointCost(ModelAnalysis):
         Heads count whatever their fit KL is: the sets are frozen as they are.
         """
         opened, sets = self.open(), {"first": head_set(self.first), "second": head_set(self.second)}
+        # A head of both sets is fitted once, and has one pattern in both.
         both = sets["first"] | sets["second"]
         measurable_heads(adapter_for(opened.model), both)  # raises for heads that cannot be frozen
         ids, windows = opened.calibration(), opened.windows(self.skip + self.windows)[self.skip :]

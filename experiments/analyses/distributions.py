@@ -233,6 +233,7 @@ def row_distances(
     differs from another; and `medians` over heads and queries.
     """
     held = statistics.num_sequences - fitted
+    # Means include the pairs of a row with itself, so that the distance depends on the size: all samples have one.
     size = min(ROWS, fitted // 2, held)
     quartile = np.zeros((len(heads), len(statistics.positions)))
     energies = {name: np.zeros_like(quartile) for name in FAMILIES}

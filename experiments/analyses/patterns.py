@@ -46,12 +46,14 @@ class Geometry(ModelAnalysis):
         opened = self.open()
         opened.check_rates(self.rates)
         costs = None if self.costs is None else read_json(self.costs)
+        # Raised before the calibration, which takes minutes.
         for rate in self.rates:
             if costs is not None and len(TARGETS.keys() & costs.get(str(rate), {})) < 2:
                 raise InputError(f"{self.costs} must have costs of two patterns at rate {rate}; a rank needs two")
         ids = opened.calibration()
         with opened.autocast:
             scores = score(calibrate(opened.model, ids), "variance")
+            # Of one ranking, so that the heads of a rate are among those of every higher one.
             nested = {rate: select(scores, rate) for rate in self.rates}
             largest = max(nested.values(), key=len)
             by_pattern = distances_from_mean(opened.model, ids, largest, list(TARGETS), seed=self.seed)
@@ -130,7 +132,9 @@ def pattern_distances(reference: Tensor, pattern: CompactPattern | DensePattern)
     for number, p in enumerate(reference.to("cpu", torch.float64)):
         q = pattern[number].dense().to("cpu", torch.float64)
         floored = q.clamp(min=FLOOR) * causal
+        # Beyond the diagonal both are zero: log 0 would make 0 log 0 NaN.
         log_q = (floored / floored.sum(-1, keepdim=True)).clamp(min=torch.finfo(torch.float64).tiny).log()
+        # Eq. 14.
         squared = (p - q).square().sum() / length**2
         kl = (torch.xlogy(p, p) - p * log_q).sum() / length
         hellinger = (p.sqrt() - q.sqrt()).square().sum() / (2 * length)

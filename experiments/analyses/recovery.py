@@ -93,6 +93,7 @@ def _curve(settings: Recovery, ordinary: pd.DataFrame, path: Path) -> dict[str, 
         both = both.loc[begin + 1 :]
         if both.empty:
             raise InputError(f"{path} shares no update after its event at {begin} with {settings.ordinary}")
+        # Both losses must be of the same minibatch.
         if (both["tokens"] != both["tokens_ordinary"]).any():
             raise InputError(f"{path} and {settings.ordinary} differ in tokens at the same update")
         # An even window has one value more before than after.
@@ -118,4 +119,5 @@ def _metrics(path: Path) -> pd.DataFrame:
         raise InputError(f"{path / METRICS} has no updates; expected the folder of a run")
     columns = {name: [line[name] for line in lines] for name in ("loss", "tokens")}
     frame = pd.DataFrame(columns, index=[int(line["update"]) for line in lines])
+    # A resumed run has done some updates twice: the later line is of the run that went on.
     return frame.groupby(level=0).last()

@@ -145,6 +145,7 @@ class Profiles(ModelAnalysis):
         matched = {name: layer_matched(values, selected) for name, values in profiles.items()} if selected else {}
         values = {"windows": len(windows), "profiles": profiles, "selected": selected.to_list(), "matched": matched}
         if selected:
+            # The paper counts them, as most heads of low variance lie there.
             values["in_first_layers"] = sum(layer < FIRST_LAYERS for layer, _ in selected)
         if self.later is not None:
             later = matrix(read_record(self.later, "profiles")["profiles"]["variance"])
@@ -251,6 +252,7 @@ def attention_profiles(model: nn.Module, batches: Sequence[Tensor], *, recent: i
 
 def _pattern(query: Tensor, key: Tensor, site: Site, rows: Sequence[int]) -> Tensor:
     """Return the attention of one sequence's live heads at query positions `rows`, `[live heads, R, T]` float64."""
+    # Entropy and variance are of weights in float32 at least, whatever precision the model runs in.
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     with torch.autocast(query.device.type, enabled=False):
         scale = score_scale(site.scale, query.shape[-1])
@@ -266,6 +268,7 @@ def _profile(pattern: Tensor, rows: Sequence[int], recent: int) -> Tensor:
     last = torch.tensor(rows, device=pattern.device)[:, None]
     keys = torch.arange(pattern.shape[-1], device=pattern.device)
     entropy = -torch.xlogy(pattern, pattern).sum(-1) / (last[:, 0] + 1).double().log()
+    # The query's own key is the first of the recent ones.
     local_mass = (pattern * (keys > last - recent)).sum(-1)
     squares = pattern.square().sum(-1)
     return torch.stack([entropy, local_mass, pattern.amax(-1), pattern[..., 0], squares]).sum(-1)

@@ -317,6 +317,7 @@ class Study:
             all_windows = sequential_windows(data.tokens("controller"), length)[:, :-1]
             chosen = torch.linspace(0, len(all_windows) - 1, min(self.settings.choosing, len(all_windows))).long()
             heldout = self._with_bos(opened, all_windows[chosen]).split(1)
+        # Losses are accepted whatever they are, since they are what is to be measured.
         with autocast(pick_device(self.settings.device), self.settings.precision):
             return freeze_(opened.model, ids, config, heldout=heldout, accept_loss=True, allow_empty=True)
 
@@ -328,6 +329,7 @@ class Study:
             text, seed = opened.data.tokens("train"), self.settings.calibration_seed
             count = max(1, self.settings.heal // self.head["length"])
             windows = shuffled_windows(text, 0, count, length=self.head["length"], seed=seed)
+            # Of the training partition: heads were chosen on the others.
             heal_(opened.model, self._with_bos(opened, windows), precision=self.settings.precision)
             states["healed"] = self._measure(opened, f"{title}, healed")
         return states
@@ -341,6 +343,7 @@ class Study:
 
             answers = ask(opened, settings, longest=longest)
         for name, text in settings.texts(opened).items() if settings.windows else ():
+            # Losses of windows are returned in a file.
             with tempfile.TemporaryDirectory() as folder:
                 shape: Any = {"length": longest, "batch_size": settings.batch_size, "limit": settings.windows}
                 shape |= {"precision": settings.precision, "bos": self._bos(opened)}

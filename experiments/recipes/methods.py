@@ -179,6 +179,7 @@ PATTERNS = {
 }
 """Patterns by their names in arms; the values are the names in analyses and in `saf.targets`."""
 _RATES = ("10", "25", "50", "75")
+# Names in records of the analysis geometry.
 _DISTANCES = {
     "squared_error": "squared error",
     "kl": "KL from the mean",

@@ -163,6 +163,7 @@ RECIPES["scale_up_systems"] = Recipe(
             model="1b",
             points=("8192x2x32",),
             rates=_TWO_RATES,
+            # Five updates timed after ten of warm-up, in four pairs (app:scale-up-details).
             settings={"parallel": "ddp", "others": (), "warmup": 10, "repeats": 5, "pairs": 4, "profile": False},
             small={"processes": 2, "points": ("8192x2x4",), "num_layers": 8, "seconds": 300.0},
             numbers=[*_numbers("four GPUs", "1b", ["8192x2"], _TWO_RATES), _SAVED],
@@ -175,6 +176,7 @@ RECIPES["scale_up_systems"] = Recipe(
             model="1b",
             points=("8192x1x16", "8192x2x8"),
             rates=_TWO_RATES,
+            # Ten updates timed after three, in four pairs of fresh processes (app:scale-up-details).
             settings={"pairs": 4, "warmup": 3, "repeats": 10, "fresh": True},
             small={"points": ("8192x1x4", "8192x2x2"), "num_layers": 8, "seconds": 540.0, "fresh": False},
             peaks=True,
@@ -214,6 +216,7 @@ def _one_sequence(model: str, all_heads: Mapping[int, str]) -> Measurement:
     numbers: list[Number] = []
     for length, whole in all_heads.items():
         numbers += _numbers("call", model, [f"{length}x1"], [0.25])
+        # paper.SPEEDS has no column for all heads.
         numbers.append(_speedup(f"{length:,} × 1, 100% frozen", 1.0, (length, 1), whole, variant="call"))
     return _bench(
         f"{model.upper()} shape, one sequence",
@@ -304,6 +307,7 @@ RECIPES["qwen_prefill"] = Recipe(
 # --- frozen against pruned
 
 _NATIVE = ("4096x20x6", "8192x10x6", "16384x5x6")
+# As in app:pruning-execution-costs: ten calls of warm-up, forty timed ones, four pairs of fresh processes.
 _REPEATS = {"fresh": True, "pairs": 4, "warmup": 10, "repeats": 40, "others": ()}
 _PREFILLS = paper.lines("""
     arm                       | words                                      | speed            | peak

@@ -167,6 +167,7 @@ def _finetuned(group: str, task: str, model: str, accuracy: str) -> Row:
         label=f"{_GROUPS[group]}: {TITLES[task]} {_MODELS[model]}",
         reference=f"{name}-ordinary",
         against=f"{name}-gate-taylor-25" if from_pruning else None,
+        # The paper has one seed of these, and of the others three.
         first_seed=group == "later-tokens",
         paper={"accuracy": accuracy} | _FROM_PRUNING.get((group, task, model), {}),
     )
