@@ -1,4 +1,4 @@
-"""`python -m experiments`: list the recipes of the paper's tables, run what they lack, and show them."""
+"""`python -m experiments`: list the recipes of the paper's tables, train and measure what they lack, show them."""
 
 import os
 import sys
@@ -12,7 +12,7 @@ import tyro
 from experiments.inputs import Inputs, check, smoke_inputs
 from experiments.measurements import Maker
 from experiments.paper import NUMBERED
-from experiments.recipe import Recipe, answering, names, recipe
+from experiments.recipe import Recipe, recipe, recipe_names, recipes_for
 from experiments.records import read_records
 from experiments.results import document, on_terminal, recipe_blocks, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
@@ -27,22 +27,22 @@ from saf.train.loop import EXIT_STOPPED
 
 @dataclass(kw_only=True)
 class Experiments:
-    """Run what recipes lack and show their tables; without a name, list them.
+    """Train and measure what recipes lack and show their tables; without a name, list the recipes.
 
     The same command resumes what stopped or failed; ended runs stay as they are. `python -m experiments results`
     renders the pages of results, `python -m experiments keep` copies records of runs to be committed. Exit
-    code 75: a signal stopped a run after a checkpoint.
+    code 75 says that a signal stopped a run after a checkpoint.
     """
 
     recipes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE ...]")] = ()
     """Names of recipes, or tables and figures of the paper: table-8, figure-3, tab:timing-main."""
     scale: str = "small"
-    """smoke, small, 124m-84M, converged or paper (docs/experiments.md); with tokens, small-75M; with the name of a
-    further series of runs, small-75M-again."""
+    """Size of the runs: smoke, small, 124m-84M, converged or paper (docs/experiments.md). small-75M also sets the
+    tokens of a run, small-75M-again names another series of the same runs."""
     arms: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[ARM ...]")] = ()
-    """Run only these arms, of the recipes' or any others, with what they need; or only these measurements."""
+    """Train only these arms, whether the recipes name them or not, with those they need; or measure only these."""
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="[SEED ...]")] = ()
-    """Seeds instead of the scale's, of which a recipe takes as many as the paper's table has."""
+    """Seeds of every recipe. By default the scale's, of which a recipe takes as many as the paper's table has."""
     out: Path = Path("runs")
     """Folder of the runs: OUT/SCALE/ARM/seed-SEED. All recipes share it."""
     data: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
@@ -53,24 +53,24 @@ class Experiments:
     questions: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Folder of the zero-shot tasks' public files; the hub's questions where none is named."""
     jobs: int = 1
-    """Runs at a time, each in a process of its own and on one GPU, by turns; a single one runs in this process."""
+    """Number of runs at a time, each in a process of its own and on the next GPU. One run trains in this process."""
     dry_run: bool = False
-    """List runs, tokens and memory with their totals; make nothing."""
+    """Only list the missing runs with their tokens and memory, and totals."""
     tokens_per_second: Annotated[float | None, tyro.conf.arg(metavar="RATE")] = None
     """Rate of ordinary training by which --dry-run turns tokens into hours; docs/experiments.md says how to read it."""
     show: bool = False
-    """Show the tables of what is there, committed results with --out results, and make nothing."""
+    """Only show the tables of the runs in --out; --out results has the committed ones."""
     tables: Annotated[Path | None, tyro.conf.arg(metavar="FOLDER")] = None
     """Also write tables into this folder: Markdown, LaTeX, CSV, and figures as SVG."""
 
     def run(self) -> int:
         if not self.recipes and not self.arms:
-            for name in names():
+            for name in recipe_names():
                 labels = [NUMBERED.get(label, label) for label in recipe(name).labels[:1]]
                 print(f"{name:24} {recipe(name).title} ({', '.join(labels) or 'ours'})")
             return 0
         scale = scale_named(self.scale)
-        chosen = {name: recipe(name) for word in self.recipes for name in answering(word)}
+        chosen = {name: recipe(name) for word in self.recipes for name in recipes_for(word)}
         for name, each in chosen.items():
             check_recipe(name, each)
         if self.show:
@@ -100,7 +100,7 @@ class Experiments:
         return self.seeds or scale.seeds[: each.seeds if each else None]
 
     def _wanted(self, scale: Scale, chosen: dict[str, Recipe]) -> list[Key]:
-        """Return arms and seeds; an arm of rows of the first seed alone has one run."""
+        """Return arms and seeds. An arm whose rows all show the first seed alone has one run."""
         if self.arms:
             measured = {each.name: each.arms(scale.base) for one in chosen.values() for each in one.measurements}
             named = [arm for name in self.arms for arm in measured.get(name, [name])]
@@ -117,7 +117,7 @@ class Experiments:
     def _measure(
         self, scale: Scale, chosen: dict[str, Recipe], runs: dict[Key, Run], inputs: Inputs, outcome: Outcome
     ) -> None:
-        """Make the measurements that are missing and whose runs have ended, one at a time."""
+        """Make the missing measurements one at a time; one whose runs have failed is a failure of its own."""
         for name, each in chosen.items():
             for seed in self._seeds(scale, each):
                 where: dict[str, Any] = {"scale": scale, "seed": seed, "runs": runs, "inputs": inputs, "root": self.out}
@@ -183,7 +183,7 @@ class Keep:
     """Copy the records of ended runs and measurements into the folder of committed results."""
 
     scale: str
-    """Whose runs."""
+    """Scale whose runs are copied."""
     out: Path = Path("runs")
     """Folder of the runs."""
     results: Path = Path("results")

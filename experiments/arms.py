@@ -1,7 +1,8 @@
-"""Every arm of every recipe, as data: what it changes of its parent, or of its scale's settings.
+"""Every arm of every recipe, as data: the settings that differ from its parent's, or from its scale's.
 
-An arm has one name. It is run once at a scale, however many recipes show it. Settings are those of
-`saf.TrainConfig` by name; `freeze`, `schedule` and `mqar` are dictionaries of their own settings.
+An arm is trained once for each scale and seed, however many recipes show it. Settings are fields of `saf.TrainConfig`;
+`freeze`, `schedule` and `mqar` are dictionaries of settings of their own. An arm's name has its context (`k`, such as
+"4k"), what happens to heads, their share in percent, and an ending that docs/experiments.md explains.
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,7 +53,7 @@ class Arm:
     varies: Literal["pretraining", "task", "both"] = "pretraining"
     """Which seed of a finetuned arm varies. The other one is the scale's first, so that the two are never pooled."""
     elsewhere: str | None = None
-    """The arm that stands for it at other scales than the paper's, where both would be the same."""
+    """The arm that stands for it at scales other than the paper's, where the two would not differ."""
 
     @property
     def needs(self) -> dict[str, str]:
@@ -77,14 +78,14 @@ def prune(rate: float, **more: Any) -> Settings:
     return {"freeze": {"rate": rate, "operation": "prune", **more}}
 
 
-def merged(*parts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with changes; of dictionaries of settings, such as `freeze`, those named alone are changed."""
+def merge(*parts: Mapping[str, Any]) -> dict[str, Any]:
+    """Return settings, later parts over earlier ones; dictionaries within them, such as `freeze`, are merged, too."""
     result: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
             # {**one, **other} would drop the rest of `freeze` where an arm changes one setting of it.
             both = isinstance(value, Mapping) and isinstance(result.get(name), Mapping)
-            result[name] = merged(result[name], value) if both else value
+            result[name] = merge(result[name], value) if both else value
     return result
 
 
@@ -164,7 +165,7 @@ SAME_SPEED: dict[str, Settings] = {name: speed(1.0, "ordinary: its reference's s
 """By scale, of ordinary attention at matched time."""
 
 
-def matched(k: str, kind: str, rate: float) -> dict[str, Settings]:
+def matched_time(k: str, kind: str, rate: float) -> dict[str, Settings]:
     """Return the settings of an arm at matched time, by scale; `kind` is one of SPEEDS.
 
     At the paper's scale an arm has the seconds that its reference had left. Small runs are too short for a clock and
@@ -204,19 +205,19 @@ def _paired(k: str, rate: float) -> Iterator[Arm]:
     mean, pruned, trunk = f"{k}-mean-{percent(rate)}", f"{k}-pruned-{percent(rate)}", control_trunk(k)
     branch, control = partial(Arm, parent=f"{k}-ordinary"), partial(Arm, parent=trunk)
     timed = partial(Arm, parent=trunk, match=trunk)
-    at_speed, when_pruned = matched(k, "freeze", rate), matched(k, "prune", rate)
+    at_speed, when_pruned = matched_time(k, "freeze", rate), matched_time(k, "prune", rate)
     yield branch(name=mean, settings=freeze(rate))
     # The heads of the frozen arm, so that the two differ in what is done to these heads alone.
     yield branch(name=pruned, settings=PRUNE, heads=mean)
     yield control(name=f"{mean}-control", settings=freeze(rate), scaled=STRICT, elsewhere=mean)
     yield control(name=f"{pruned}-control", settings=PRUNE, scaled=HELD_OUT, heads=f"{mean}-control", elsewhere=pruned)
-    yield timed(name=f"{mean}-time", settings=freeze(rate), scaled=merged(STRICT, at_speed))
-    yield timed(name=f"{pruned}-time", settings=PRUNE, scaled=merged(HELD_OUT, when_pruned), heads=f"{mean}-time")
+    yield timed(name=f"{mean}-time", settings=freeze(rate), scaled=merge(STRICT, at_speed))
+    yield timed(name=f"{pruned}-time", settings=PRUNE, scaled=merge(HELD_OUT, when_pruned), heads=f"{mean}-time")
     # The paper has random heads at 4K and these rates alone.
     if k == "4k" and rate in (0.25, 0.5):
         random, settings = f"{k}-random-{percent(rate)}", freeze(rate, **RANDOM)
         yield control(name=random, settings=settings, scaled=HELD_OUT)
-        yield timed(name=f"{random}-time", settings=settings, scaled=merged(HELD_OUT, at_speed))
+        yield timed(name=f"{random}-time", settings=settings, scaled=merge(HELD_OUT, at_speed))
 
 
 EXPONENTIAL: dict[str, Settings] = {
@@ -251,7 +252,7 @@ def _answer() -> Iterator[Arm]:
             (Arm(name=f"{frozen}-random", settings=random), "exponential"),
             (Arm(name=f"{frozen}-early", settings=linear, at=0.25), "exponential"),
         ):
-            scaled = matched(k, kind, rate)
+            scaled = matched_time(k, kind, rate)
             yield replace(arm, parent=trunk)
             yield replace(arm, parent=trunk, name=f"{arm.name}-time", match=trunk, scaled=scaled)
     for k in ("4k", "16k"):
@@ -350,7 +351,7 @@ SCORES_AT = {"1k": GRADIENT_SCORES, "4k": (*SCORES, *GRADIENT_SCORES), "8k": SCO
 """Scores that are compared with the variance, by context: as in the paper, and all of them at 4K."""
 
 
-def tracked(k: str, score: str, rate: float) -> str:
+def tracked_arm(k: str, score: str, rate: float) -> str:
     """Return the name of the arm frozen by a score."""
     return f"{k}-tracked-{score.replace('_', '-')}-{percent(rate)}"
 
@@ -364,9 +365,9 @@ def _scores() -> Iterator[Arm]:
         # Where the paper has gradient scores, at 1K, its patterns are whole.
         stored, rates = ({"storage": "dense"}, (0.25,)) if k == "1k" else ({}, (0.25, 0.5))
         for rate in rates:
-            yield Arm(name=tracked(k, "variance", rate), parent=trunk, settings=freeze(rate, **stored))
+            yield Arm(name=tracked_arm(k, "variance", rate), parent=trunk, settings=freeze(rate, **stored))
             for score in scores:
-                yield Arm(name=tracked(k, score, rate), parent=trunk, settings=freeze(rate, score=score, **stored))
+                yield Arm(name=tracked_arm(k, score, rate), parent=trunk, settings=freeze(rate, score=score, **stored))
 
 
 HALF_OF_12 = {"paper": {"freeze": {"max_per_layer": 6}}}
@@ -424,20 +425,20 @@ def _later() -> Iterator[Arm]:
         arm = after(
             name=f"later-{name}",
             settings={**LATER, **event},
-            scaled=merged(LATER_SCALED, HELD_OUT if event else {}),
+            scaled=merge(LATER_SCALED, HELD_OUT if event else {}),
             heads="later-mean-25" if name == "pruned-25" else None,
         )
         kind = "freeze" if name == "mean-25" else "prune"
-        speeds = matched("4k", kind, 0.25) if event else SAME_SPEED
+        speeds = matched_time("4k", kind, 0.25) if event else SAME_SPEED
         yield arm
-        yield replace(arm, name=f"{arm.name}-time", match="later-ordinary", scaled=merged(arm.scaled, speeds))
+        yield replace(arm, name=f"{arm.name}-time", match="later-ordinary", scaled=merge(arm.scaled, speeds))
     more = {**LATER, **MORE_TOKENS}
     yield after(name="later-ordinary-more", settings=more, scaled=LATER_SCALED, match="later-ordinary")
     yield Arm(
         name="pruned-from-start",
         more=0.5,
         heads="later-mean-25",
-        scaled=merged(CONTROLS, HELD_OUT, LATER_REPORT),
+        scaled=merge(CONTROLS, HELD_OUT, LATER_REPORT),
         settings={**PRUNE, "schedule": {"name": "one_time", "at": 0}},
     )
 
@@ -481,7 +482,7 @@ def _tuned(
     ordinary, smoke = f"{group}-ordinary", {"smoke": RECALL_SMOKE if task == "mqar" else TASK_SMOKE}
     for model, parent in parents.items():
         tuned = partial(Arm, name=f"{group}-{model}", parent=parent, task=task, **others)
-        yield tuned(scaled=merged(own or {}, smoke)) if model == "ordinary" else tuned(like=ordinary)
+        yield tuned(scaled=merge(own or {}, smoke)) if model == "ordinary" else tuned(like=ordinary)
 
 
 def _recovered(group: str, parent: str, models: Mapping[str, Settings], **others: Any) -> Iterator[Arm]:

@@ -184,7 +184,7 @@ def _paper_speed(record: Record, row: Record) -> str | None:
 
 def _quoted(numbers: Mapping[paper.Point, Mapping[float, str]], of: str, model: str, row: Record) -> str | None:
     heads = "pruned" if row["backend"] == PRUNED else "frozen"
-    return paper.quoted(numbers, of, model, row["point"]["length"], row["point"]["batch_size"], row["rate"], heads)
+    return paper.number_at(numbers, of, model, row["point"]["length"], row["point"]["batch_size"], row["rate"], heads)
 
 
 # --- other kinds

@@ -1,4 +1,4 @@
-"""Pictures as SVG: the figures of recipes, and one writer for all drawings by matplotlib.
+"""Figures as SVG: those of recipes, speedups, costs by length; `svg` writes every drawing by matplotlib.
 
 A recipe's figure shows numbers of its table as lines, one panel a group; rings are the paper's numbers.
 """

@@ -1,4 +1,4 @@
-"""What runs read: prepared text, examples to finetune on, zero-shot questions; the smoke scale brings its own."""
+"""The inputs of runs: prepared text, examples to finetune on, zero-shot questions. The smoke scale has its own."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass

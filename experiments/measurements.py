@@ -1,4 +1,4 @@
-"""Measurements of a recipe, benchmarks and analyses, as data, and the code that runs them."""
+"""Measurements of a recipe: benchmarks and analyses as data, the numbers of their records, and what runs them."""
 
 import importlib
 import math
@@ -26,10 +26,10 @@ from saf.schedules import OneTime
 
 @dataclass(frozen=True)
 class Reference:
-    """Stands in settings for a path that is known once runs have ended."""
+    """Stands in the settings of a measurement for a path that is known only once runs have ended."""
 
     path: Callable[["Maker"], Path | None]
-    """Finds it; None leaves the setting out."""
+    """Returns the path; None leaves the setting out."""
     arms: tuple[str, ...] = ()
     """The arms whose runs it reads."""
     of_seed: bool = True
@@ -91,7 +91,8 @@ class Number:
 
     title: str
     path: tuple[str | int | Mapping[str, Any], ...]
-    """Names, places in a list, or conditions on its entries, of which a frozenset lists values that will do."""
+    """Steps into the record: a name, a place in a list, or conditions that entries of a list must meet. The value of a
+    condition is that of the entry, or a frozenset of values."""
     paper: str | None = None
     places: int = 3
     signed: bool = False
@@ -166,14 +167,14 @@ class Measurement:
     """One benchmark or analysis."""
 
     name: str
-    does: str
-    """The words of its command behind `python -m`: "saf bench update", "benchmarks.accuracy"."""
+    program: str
+    """Module and subcommand that `python -m` runs: "saf bench update", "benchmarks.accuracy"."""
     on: tuple[Reference | str, ...] = ()
     """Positional arguments."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Flags at the paper's scale, without dashes."""
     scaled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """What other scales change of them; "on" and "processes" change those."""
+    """Flags that other scales change; "on" and "processes" change these fields."""
     processes: int = 1
     """Processes that measure together, a GPU each."""
     numbers: tuple[Number, ...] = ()
@@ -221,7 +222,7 @@ MAIN = {"saf": "saf.cli", "experiments.analyses": "experiments.analyses.__main__
 
 @dataclass(frozen=True, kw_only=True)
 class Maker:
-    """Makes the measurements of one recipe and seed, in this process but where several share one."""
+    """Makes the measurements of one recipe and seed: in this process, or by torchrun where several measure together."""
 
     recipe: str
     measurements: Sequence[Measurement]
@@ -244,12 +245,12 @@ class Maker:
         out = self.file(each)
         if out.is_file():
             return None
-        print_progress(f"measuring {self.recipe}, {each.name} ({each.does}) in {out}")
+        print_progress(f"measuring {self.recipe}, {each.name} ({each.program}) in {out}")
         # Written aside: what is killed halfway leaves no record that would pass for a whole one.
         log, partial = out.with_suffix(".log"), out.with_suffix(".partial.json")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
-            module, *words = [*each.does.split(), *self._words(each), "--out", str(partial)]
+            module, *words = [*each.program.split(), *self._words(each), "--out", str(partial)]
         except (SafError, OSError) as error:
             return f"failed: {error}"
         with open(log, "a") as file:

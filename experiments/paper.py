@@ -1,4 +1,4 @@
-"""The paper's numbers, as its text has them, by the table or section that holds them.
+"""The paper's numbers as its text prints them, by table or section.
 
 "When Can Attention Heads Be Statically Defined?" (Selective Attention Freezing). All its systems measurements are on
 GH200 in bfloat16 with ordinary heads on flash attention; whether models were compiled is not said.
@@ -182,10 +182,10 @@ for _point, _rates in TIMES.items():
     SPEEDS[_point] = {rate: f"{ordinary / edited:.3f}×" for rate, (ordinary, edited) in _pairs.items()}
 
 
-def quoted(
+def number_at(
     numbers: Mapping[Point, Mapping[float, str]], of: str, model: str, length: int, batch: int, rate: float, heads: str
 ) -> str | None:
-    """Return a number of the paper at a point and rate, from SPEEDS, MEMORY or TIMES."""
+    """Return the paper's number at a point and rate, from SPEEDS, MEMORY or TIMES; None where it has none."""
     return numbers.get((of, model, length, batch, heads), {}).get(rate)
 
 

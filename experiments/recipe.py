@@ -1,7 +1,7 @@
-"""A recipe: the rows, metrics, measurements and figures of one of the paper's tables, as data.
+"""What a recipe is: the rows, metrics, measurements and figures of one of the paper's tables, as data.
 
-The modules of `experiments.recipes` hold them, by subject. A recipe names arms of `experiments.arms`; it does not say
-how they are run.
+Modules of `experiments.recipes` contain the recipes, by subject. A recipe names arms of `experiments.arms`, which say
+what is trained.
 """
 
 import pkgutil
@@ -35,7 +35,7 @@ class Row:
     reference: str | None = None
     """The arm that its change is from, as ordinary attention."""
     against: str | None = None
-    """The arm that its difference is from, such as the frozen arm for a pruned one."""
+    """The arm that its difference is from: of a pruned arm, for example, the frozen one."""
     companions: Mapping[str, str] = field(default_factory=dict)
     """Arms by their names in `COMPANIONS`."""
     first_seed: bool = False
@@ -87,7 +87,7 @@ class Recipe:
     metrics: tuple[str, ...] = ()
     """Names in `experiments.tables.METRICS`."""
     headline: tuple[str, ...] = ()
-    """Those that answer the question, in a table of their own before all of them."""
+    """The metrics that answer the question: pages and the terminal show these alone. Empty shows all."""
     measurements: tuple[Measurement, ...] = ()
     figures: tuple[Figure, ...] = ()
     also: tuple[str, ...] = ()
@@ -105,7 +105,7 @@ class Recipe:
         return (*((self.source.label,) if self.source else ()), *self.also)
 
     def arms(self, scale: str) -> tuple[str, ...]:
-        """Return the arms that are run at a scale, without those that they need."""
+        """Return the arms that are run at a scale; the runner adds those that they need, such as parents."""
         if scale == "smoke" and self.smoke is not None:
             return self.smoke
         retired = {row.arm for row in self.rows if row.retired}
@@ -130,15 +130,15 @@ def all_recipes() -> dict[str, Recipe]:
     return dict(sorted(by_name.items()))
 
 
-def names() -> list[str]:
+def recipe_names() -> list[str]:
     """Return the names of all recipes."""
     return list(all_recipes())
 
 
-def answering(word: str) -> list[str]:
-    """Return the recipes that a word names: its name, the paper's label of what it shows, or a number as in table-8.
+def recipes_for(word: str) -> list[str]:
+    """Return the names of the recipes for a word: a name, a label of the paper, or a number as in table-8.
 
-    Recipes that repeat the paper's own numbers come first.
+    Of several, those that repeat a table of the paper come before questions of ours.
     """
     labels = {label for label, number in NUMBERED.items() if word in (label, number.lower().replace(" ", "-"))}
     if not labels:
@@ -153,6 +153,6 @@ def recipe(name: str) -> Recipe:
     """Return a recipe; raise InputError for a name that there is not."""
     if name not in all_recipes():
         raise InputError(
-            f"there is no recipe {name!r}{did_you_mean(name, names()) or '; `python -m experiments` lists them'}"
+            f"there is no recipe {name!r}{did_you_mean(name, recipe_names()) or '; `python -m experiments` lists them'}"
         )
     return all_recipes()[name]

@@ -1,4 +1,4 @@
-"""Records of runs: what the runner adds to result.json, and their numbers as the lines of one table.
+"""Records of runs: what the runner adds to result.json, and the numbers of all records as one table.
 
 `complete_record` writes a record when its run ends, `read_records` reads those of a scale, and `numbers` returns every
 number of theirs: scale, arm, seed, metric, value. All tables and figures of runs begin there.

@@ -268,8 +268,8 @@ def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
     """Yield a recipe's blocks at one scale: its table, its headline for the page, and its measurements."""
     heading, title = f"{table.recipe.title}, {table.scale}", f"{table.recipe.title} ({table.scale})"
     where = {"section": "Recipes", "recipe": table.name, "scale": table.scale}
-    if table.recipe.metrics and len(every := table.shown()):
-        page = table.shown(headline=True) if table.recipe.headline else None
+    if table.recipe.metrics and len(every := table.text_table()):
+        page = table.text_table(headline=True) if table.recipe.headline else None
         yield Block(heading=heading, frame=every, page=page, cells={**where, "table": title})
     measured = records_of(table.name, table.recipe.measurements, folder, table.scale)
     if len(numbers := measured_table(table.recipe, measured)):

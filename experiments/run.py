@@ -1,7 +1,7 @@
-"""The runner: which runs some arms need, and a loop that makes those that are missing, what they depend on first.
+"""The runner: `plan` returns the runs that arms need, and `execute` trains those that are missing, parents first.
 
-A run's folder is `OUT/SCALE/ARM/seed-SEED`. Its `result.json` names scale, arm and seed, and holds what tables read;
-a run that has one is not trained again. What stopped or was killed is resumed.
+A run's folder is `OUT/SCALE/ARM/seed-SEED`. Its `result.json` contains scale, arm, seed and what tables read; a run
+that has one is not trained again. A run that stopped or was killed is resumed.
 """
 
 import os
@@ -17,7 +17,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from experiments.arms import PAPER_SECONDS, Arm, arm_at, merged
+from experiments.arms import PAPER_SECONDS, Arm, arm_at, merge
 from experiments.inputs import Inputs
 from experiments.records import complete_record
 from experiments.scales import BRANCHES, Scale
@@ -44,7 +44,7 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run of an arm: a folder, what it changes, and the runs that it needs."""
+    """One training of an arm at a scale: its folder, its settings, and the runs that it needs."""
 
     arm: Arm
     scale: Scale
@@ -67,10 +67,10 @@ class Run:
 
     @cached_property
     def changes(self) -> dict[str, Any]:
-        """What it changes of its scale's or its parent's settings."""
-        own = merged(self.arm.settings, self.arm.scaled.get(self.scale.base, {}))
+        """The settings that differ from its parent's; without a parent, the scale's settings with the arm's."""
+        own = merge(self.arm.settings, self.arm.scaled.get(self.scale.base, {}))
         if self.arm.parent is None:
-            own = merged(self.scale.settings_at(self.arm.context), own)
+            own = merge(self.scale.settings_at(self.arm.context), own)
             own["updates"] += round(self.arm.more * own["updates"])
         elif self.arm.more:
             before = self.needs["parent"].updates
@@ -89,7 +89,7 @@ class Run:
             return self.changes
         # The event belongs to its own arm: what branches off a frozen model does not freeze again.
         inherited = {name: value for name, value in self.needs["parent"].settings.items() if name != "freeze"}
-        return merged(inherited, self.changes)
+        return merge(inherited, self.changes)
 
     @property
     def updates(self) -> int:
@@ -104,7 +104,7 @@ class Run:
 
     @property
     def own_updates(self) -> int | None:
-        """Updates that it does itself; None of finetuning, whose examples and epochs are not known before it begins."""
+        """Updates that it does itself; None for finetuning, whose examples and epochs are not known beforehand."""
         if self.arm.task is not None:
             return None
         left = self.updates - (self.step or 0)
@@ -121,7 +121,7 @@ class Run:
         return tokens, update_memory(shape, micro_batch).total
 
     def record(self) -> dict[str, Any] | None:
-        """Return its result; None before it ended. Raises InputError where its settings are others."""
+        """Return its result, None before it has ended; raise InputError if it was trained with other settings."""
         path = self.folder / "result.json"
         if not path.is_file() or "experiment" not in (record := read_json(path)):
             return None
@@ -134,7 +134,7 @@ class Run:
         return record
 
     def can_begin(self, missing: Collection[Key]) -> bool:
-        """Return whether the runs that it needs have ended; of a parent its checkpoint at the branch is enough."""
+        """Return whether it need not wait for any of the missing runs. A parent need only have the checkpoint."""
         # Of other roles the whole run is needed: its time, its events, its choice of epochs.
         waited = {role: need.key for role, need in self.needs.items() if need.key in missing}
         if self.step is not None and (self.needs["parent"].folder / "checkpoints" / step_name(self.step)).is_dir():
@@ -143,7 +143,7 @@ class Run:
 
 
 _OWN_SETTINGS = ("epochs", "match_speed", "match_speed_source", "match_charge_seconds")
-"""Settings of arms that are the runner's."""
+"""Settings of arms that the runner reads itself; they are no fields of a TrainConfig."""
 
 
 def _check_settings(run: Run) -> None:
@@ -307,10 +307,9 @@ class Outcome:
 
 
 def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcome:
-    """Make the missing runs, what they need first. One that fails is named, and the others go on.
+    """Train the missing runs, parents first. A run that fails is named, those that need it are left out, others go on.
 
-    With one job runs train in this process; several train in processes of their own, a GPU each by turns. Runs
-    that need a failed one are left out.
+    With one job runs train in this process. With several each has a process of its own, on the next GPU.
     """
     pending = {key: run for key, run in runs.items() if run.record() is None}
     outcome, total = Outcome(), len(pending)

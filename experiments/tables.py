@@ -1,7 +1,8 @@
 """A recipe's table from the numbers of its runs: what each metric is, and each row's mean, spread and text.
 
-The path is `numbers` of records (scale, arm, seed, metric, value), then the metrics that compare arms, in each seed
-(`RecipeTable.by_seed`), then a group-by over seeds (`RecipeTable.summary`), then text (`shown`, `markdown`, `latex`).
+In this order: `records.numbers` has a line each of scale, arm, seed, metric and value; `RecipeTable.by_seed` adds the
+metrics that compare arms, in each seed; `RecipeTable.summary` groups by row and metric, over seeds; `text_table`,
+`markdown` and `latex` make text of it.
 """
 
 import math
@@ -205,8 +206,8 @@ class RecipeTable:
         self._references = {row.arm: row.reference for row in recipe.rows}
         self._draws: dict[tuple[int, int, int], dict[str, np.ndarray]] = {}
 
-    def _resolved(self, arm: str | None) -> str:
-        """Return an arm, or the one that stands for it where it was not run."""
+    def _arm_that_ran(self, arm: str | None) -> str:
+        """Return an arm, or where that was not run the one that stands for it (`Arm.elsewhere`)."""
         name, at, place = (arm or "").partition("@")
         while name not in self._arms and name in arms() and arms()[name].elsewhere:
             name = str(arms()[name].elsewhere)
@@ -215,7 +216,7 @@ class RecipeTable:
     @cached_property
     def seeds(self) -> list[int]:
         """The seeds of the table, as many as the recipe has: those that most of its rows have."""
-        own = self._lines[self._lines["arm"].isin([self._resolved(row.arm) for row in self.recipe.rows])]
+        own = self._lines[self._lines["arm"].isin([self._arm_that_ran(row.arm) for row in self.recipe.rows])]
         rows = own.groupby("seed")["arm"].nunique()
         # Seeds of the most rows first, then in their own order.
         return sorted(sorted(rows.index, key=lambda seed: (-rows[seed], seed))[: self.recipe.seeds])
@@ -226,7 +227,7 @@ class RecipeTable:
         return self._lines.pivot(index="seed", columns=["arm", "metric"], values="value").reindex(self.seeds)
 
     def _number(self, arm: str | None, metric: str) -> Any:
-        return self._by_arm.get((self._resolved(arm), metric), math.nan)
+        return self._by_arm.get((self._arm_that_ran(arm), metric), math.nan)
 
     @cached_property
     def by_seed(self) -> pd.DataFrame:
@@ -235,7 +236,7 @@ class RecipeTable:
         for row in self.recipe.rows:
             comparison = Comparison(row, self._references, self._number)
             seeds = [scale_named(self.scale).seeds[0]] if row.first_seed else self.seeds
-            seeds = [seed for seed in seeds if (self._resolved(row.arm), seed) in runs and seed in self.seeds]
+            seeds = [seed for seed in seeds if (self._arm_that_ran(row.arm), seed) in runs and seed in self.seeds]
             for metric in self.recipe.metrics:
                 of = METRICS[metric].of
                 values = pd.Series(of(comparison) if of else self._number(row.arm, metric), self._by_arm.index)
@@ -299,7 +300,7 @@ class RecipeTable:
             """Compute the number from mean losses, or shares of right answers, by arm."""
 
             def number(arm: str | None, metric: str) -> Any:
-                name = self._resolved(arm)
+                name = self._arm_that_ran(arm)
                 if metric not in ("loss", "accuracy"):
                     own = self._number(arm, metric)
                     return own[seed] if isinstance(own, pd.Series) else own
@@ -354,23 +355,25 @@ class RecipeTable:
 
     # --- text
 
-    def ran(self) -> list[Row]:
-        """Return the rows that have a number."""
+    def filled_rows(self) -> list[Row]:
+        """Return the rows that have a number in some column."""
         labels = {*self.by_seed["row"]}
         return [row for row in self.recipe.rows if row.label in labels]
 
     def _headline(self) -> list[Row]:
-        """Return the rows of the headline: those with a number in it that complete no other row."""
+        """Return the rows of the headline: those with a number in it, without the companions of other rows."""
         own = self.by_seed[self.by_seed["metric"].isin(self.recipe.headline or self.recipe.metrics)]
-        companions = {arm for row in self.ran() for arm in row.companions.values()}
-        return [row for row in self.ran() if row.label in {*own["row"]} and row.arm not in companions]
+        companions = {arm for row in self.filled_rows() for arm in row.companions.values()}
+        return [row for row in self.filled_rows() if row.label in {*own["row"]} and row.arm not in companions]
 
-    def shown(self, *, headline: bool = False) -> pd.DataFrame:
+    def text_table(self, *, headline: bool = False) -> pd.DataFrame:
         """Return the table as text, the paper's number behind each of ours; empty columns are left out.
 
         Where cells are of different numbers of seeds, a column n has the most of each row, and cells of fewer say so.
         """
-        rows, metrics = (self._headline(), self.recipe.headline) if headline else (self.ran(), self.recipe.metrics)
+        rows, metrics = (
+            (self._headline(), self.recipe.headline) if headline else (self.filled_rows(), self.recipe.metrics)
+        )
         labels, columns = pd.Index([row.label for row in rows], name="arm"), {}
         cells = {metric: self.summary.xs(metric, level="metric").loc[labels] for metric in metrics}
         seeds: Any = pd.DataFrame({metric: each["seeds"] for metric, each in cells.items()}, index=labels)
@@ -399,7 +402,7 @@ class RecipeTable:
         notes = [
             f"MORE TOKENS RAISE PERPLEXITY HERE ({label}): these runs overfit their text, so that "
             "longer training is a loss, and neither time saved nor the estimates at 0.14% hold elsewhere."
-            for label in self.overtrained()
+            for label in self.overtrained_rows()
         ]
         notes += self.recipe.notes
         notes += [self.recipe.source.note] if self.recipe.source else []
@@ -413,12 +416,12 @@ class RecipeTable:
             notes.append("(low to high) over several seeds is 95% by Student's t.")
         if one["low"].notna().any():
             notes.append("(low to high) is 95% of a paired bootstrap over held-out windows or questions, of one seed.")
-        missing = len(self.recipe.rows) - len(self.ran())
+        missing = len(self.recipe.rows) - len(self.filled_rows())
         if missing and self.recipe.metrics:
             is_part = scale_named(self.scale).base == "smoke" and self.recipe.smoke is not None
             why = "; the smoke scale runs only some arms" if is_part else ""
             notes.append(f"Not run: {missing} of {len(self.recipe.rows)} rows{why}.")
-        arms = {self._resolved(row.arm).partition("@")[0] for row in self.ran()}
+        arms = {self._arm_that_ran(row.arm).partition("@")[0] for row in self.filled_rows()}
         runs = [record for (arm, seed), record in self._records.items() if arm in arms and seed in self.seeds]
         checks = [run["checks"] for run in runs if "checks" in run]
         if wrong := [each for each in checks if not all(each[n] == value for n, value in CHECKS.items() if n in each)]:
@@ -429,7 +432,7 @@ class RecipeTable:
         devices = sorted({run["provenance"].get("device") or "an unknown device" for run in runs})
         return [*notes, f"Runs on {', '.join(devices)}."] if devices else notes
 
-    def overtrained(self) -> list[str]:
+    def overtrained_rows(self) -> list[str]:
         """Return the rows of ordinary arms whose additional tokens raised perplexity, beyond chance."""
         gains: Any = self.summary[self.summary["metric"] == "token_gain"]
         # With one seed the bootstrap's interval, with several the standard error.

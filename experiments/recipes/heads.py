@@ -42,7 +42,7 @@ RECIPES["one_head"] = Recipe(
     measurements=(
         Measurement(
             name="one head",
-            does="experiments.analyses one-head",
+            program="experiments.analyses one-head",
             on=MIDPOINT,
             settings={"sequences": 32, "windows": 16, "heldout_sequences": 16},
             scaled={"smoke": {"max_fit_kl": 10.0}},
@@ -50,7 +50,7 @@ RECIPES["one_head"] = Recipe(
         ),
         Measurement(
             name="profiles",
-            does="experiments.analyses profiles",
+            program="experiments.analyses profiles",
             on=MIDPOINT,
             settings={"selected": run_of("4k-mean-25"), "windows": 128},
             numbers=(
@@ -62,14 +62,14 @@ RECIPES["one_head"] = Recipe(
         ),
         Measurement(
             name="profiles on the calibration text",
-            does="experiments.analyses profiles",
+            program="experiments.analyses profiles",
             on=MIDPOINT,
             settings={"selected": run_of("4k-mean-25"), "windows": 16, "text": "calibration"},
             scaled={"smoke": {"sequences": 4}},
         ),
         Measurement(
             name="partial correlations",
-            does="experiments.analyses partial-spearman",
+            program="experiments.analyses partial-spearman",
             on=(record_of("one head"),),
             settings={"profiles": record_of("profiles on the calibration text")},
             numbers=tuple(
@@ -98,7 +98,7 @@ RECIPES["joint_cost"] = Recipe(
     measurements=(
         Measurement(
             name="at once",
-            does="experiments.analyses joint-cost",
+            program="experiments.analyses joint-cost",
             on=MIDPOINT,
             settings={
                 "first": run_of("4k-residual-cosine-25"),
@@ -129,7 +129,7 @@ def _overlap(name: str, first: str, second: str, quoted: dict[str, str]) -> Meas
     )
     return Measurement(
         name=name,
-        does="experiments.analyses stability",
+        program="experiments.analyses stability",
         on=(run_of(_SELECTED[first]), run_of(_SELECTED[second])),
         numbers=tuple(
             Number(f"{title}, {first} and {second}", (path,), quoted.get(path), places)
@@ -143,7 +143,7 @@ def _profiled(moment: str, at: float, quoted: str | None = None) -> Measurement:
     title = f"rank correlation on common windows, {moment} and at the end"
     return Measurement(
         name=f"profiles {moment}",
-        does="experiments.analyses profiles",
+        program="experiments.analyses profiles",
         on=(checkpoint("4k-ordinary", at),),
         settings={"windows": 128} | ({"later": record_of("profiles at the end")} if quoted else {}),
         numbers=(Number(title, ("variance_ranks",), quoted),) if quoted else (),
@@ -199,7 +199,7 @@ RECIPES["recovery"] = Recipe(
     measurements=(
         Measurement(
             name="gaps",
-            does="experiments.analyses recovery",
+            program="experiments.analyses recovery",
             on=(run_of("4k-ordinary"), *(run_of(line["arm"]) for line in _RECOVERIES)),
             settings={"window": 210, "after": 200},
             scaled={"smoke": {"window": 3, "after": 1}},
@@ -225,7 +225,7 @@ RECIPES["distributions"] = Recipe(
     measurements=(
         Measurement(
             name="rows and entries",
-            does="experiments.analyses distributions",
+            program="experiments.analyses distributions",
             on=(checkpoint("1k-ordinary", 0.5),),
             settings=_ROWS,
             scaled={"smoke": {"sequences": 8, "shown": 1}, "small": _FEWER},
@@ -236,7 +236,7 @@ RECIPES["distributions"] = Recipe(
         ),
         Measurement(
             name="projection",
-            does="experiments.analyses distributions",
+            program="experiments.analyses distributions",
             on=(checkpoint("1k-ordinary", 0.5),),
             settings={**_ROWS, "umap": True, "profiles": 128},
             scaled={"small": _FEWER},
@@ -279,7 +279,7 @@ RECIPES["qwen_zeroshot"] = Recipe(
     measurements=(
         Measurement(
             name="Qwen3-4B",
-            does="experiments.analyses zero-shot",
+            program="experiments.analyses zero-shot",
             on=(_QWEN,),
             settings={
                 "data": _TEXT,
@@ -343,7 +343,7 @@ def _pretrained(model: str, **settings: object) -> Measurement:
     }
     return Measurement(
         name=model,
-        does="experiments.analyses zero-shot",
+        program="experiments.analyses zero-shot",
         on=(model,),
         settings={"data": f"{model}-text", **_HEALED, **settings},
         scaled={"small": {"questions": 500}, "smoke": smoke},

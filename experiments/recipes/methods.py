@@ -5,7 +5,7 @@ Of an arm's name, `k` is the context, such as "4k", and the number the rate in p
 
 from collections.abc import Iterator
 
-from experiments.arms import tracked
+from experiments.arms import tracked_arm
 from experiments.measurements import Measurement, Number, Reference, changes, checkpoint
 from experiments.paper import GEOMETRY_CORRELATIONS, QUALITY, Source, lines, split_words
 from experiments.recipe import Figure, Recipe, Row, rows
@@ -142,7 +142,7 @@ def _storage(position: str, arm: str, reduction: str) -> Measurement:
     """Return the measurement of how many times more memory dense patterns take than the vectors of compact ones."""
     return Measurement(
         name=f"storage, {position}",
-        does="experiments.analyses storage",
+        program="experiments.analyses storage",
         on=(checkpoint(arm, 1.0),),
         numbers=(Number(title=f"{position}, storage reduction", path=("reduction",), paper=reduction, places=1),),
         smoke=position == "rope",
@@ -240,7 +240,7 @@ RECIPES["rates_and_patterns"] = Recipe(
     measurements=(
         Measurement(
             name="distance and cost",
-            does="experiments.analyses geometry",
+            program="experiments.analyses geometry",
             on=(checkpoint("4k-ordinary", 0.5),),
             settings={
                 "sequences": 32,
@@ -301,10 +301,10 @@ def _selected(k: str, **ordinary: str) -> Iterator[Row]:
     for line in (line for line in _SELECTED if line["k"] == k):
         score, rate = line["score"], float(line["rate"])
         yield Row(
-            arm=tracked(k, score, rate),
+            arm=tracked_arm(k, score, rate),
             label=f"{k.upper()} {score.replace('_', ' ')} {rate:.0%}",
             reference=trunk,
-            against=None if score == "variance" else tracked(k, "variance", rate),
+            against=None if score == "variance" else tracked_arm(k, "variance", rate),
             paper={name: text for name, text in line.items() if name not in ("k", "score", "rate")},
         )
 
@@ -326,8 +326,8 @@ RECIPES["selectors"] = Recipe(
     metrics=("perplexity", "delta", "difference", "perplexity_difference", "heads"),
     headline=("delta", "difference", "perplexity_difference"),
     smoke=(
-        *(tracked("4k", score, rate) for rate in (0.25, 0.5) for score in ("variance", "forward_kl")),
-        *(tracked("4k", score, 0.25) for score in ("residual_cosine", "rank_sum")),
+        *(tracked_arm("4k", score, rate) for rate in (0.25, 0.5) for score in ("variance", "forward_kl")),
+        *(tracked_arm("4k", score, 0.25) for score in ("residual_cosine", "rank_sum")),
     ),
     notes=(
         "Differences are from variance at the same context and rate: in points between the two changes, as the paper "

@@ -120,7 +120,7 @@ def _overlap(name: str, one: str, other: str, paper: str) -> Measurement:
     """Return the measurement of how many heads two arms selected alike."""
     return Measurement(
         name=name,
-        does="experiments.analyses stability",
+        program="experiments.analyses stability",
         on=(run_of(one), run_of(other)),
         numbers=(Number(title=f"heads in common, {name}", path=("overlap",), paper=paper, places=1),),
         smoke=False,

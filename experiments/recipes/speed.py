@@ -65,11 +65,11 @@ def _numbers(
     for length, size, *_ in (map(int, point.split("x")) for point in points):
         for rate in rates:
             title, place = f"{length:,} × {size}, {rate:.0%} {heads}", (of, model, length, size, rate, heads)
-            times, point = paper.quoted(paper.TIMES, *place), (length, size)
-            quoted, mean = f"{times} ms" if times else paper.quoted(paper.SPEEDS, *place), of == "four GPUs"
+            times, point = paper.number_at(paper.TIMES, *place), (length, size)
+            quoted, mean = f"{times} ms" if times else paper.number_at(paper.SPEEDS, *place), of == "four GPUs"
             numbers.append(_speedup(title, rate, point, quoted, heads=heads, variant=COMMANDS[of][1], mean=mean))
             if peaks:
-                quoted = paper.quoted(paper.MEMORY, *place)
+                quoted = paper.number_at(paper.MEMORY, *place)
                 numbers.append(_peak_change(f"{title}, peak, %", rate, point, quoted, heads=heads))
     return numbers
 
@@ -95,7 +95,7 @@ def _bench(
     memory = {"memory": True} if peaks else {}
     return Measurement(
         name=name,
-        does=COMMANDS[of][0],
+        program=COMMANDS[of][0],
         settings={"model": model, "points": points, "rates": rates, **memory, **settings},
         scaled={"small": small},
         numbers=tuple(_numbers(of, model, points, rates, peaks=peaks) if numbers is None else numbers),
@@ -202,7 +202,7 @@ def _trained(title: str, rate: float, points: Sequence[str], settings: Mapping[s
     random = {"model": "124m", "rates": (rate,), "fresh": False, "on": ()}
     return Measurement(
         name=f"{title}, {rate:.0%}",
-        does="saf bench prefill",
+        program="saf bench prefill",
         on=(checkpoint(f"16k-mean-{percent(rate)}", 1.0),),
         settings={**settings, "points": points, "fresh": True},
         scaled={"small": {**_SMALL_PROMPTS, **random}, "smoke": {"on": ()}},
@@ -328,7 +328,7 @@ def _trained_later(arm: str, words: str, speed: str, peak: str) -> Measurement:
     random = {"on": (), "fresh": False, "pruned": heads == "pruned"}
     return Measurement(
         name=f"prefill, {words}",
-        does="saf bench prefill",
+        program="saf bench prefill",
         on=(checkpoint(arm, 1.0),),
         settings={**_REPEATS, "points": ("4096x32",), "memory": True},
         scaled={"small": {**random, "model": "124m", "rates": (0.25,), "seconds": 300.0}, "smoke": random},
@@ -422,13 +422,13 @@ RECIPES["implementation"] = Recipe(
     measurements=(
         Measurement(
             name="gradients",
-            does="benchmarks.accuracy",
+            program="benchmarks.accuracy",
             scaled={"smoke": {"backends": ("toeplitz",), "precisions": ("fp32",)}},
             numbers=tuple(_errors()),
         ),
         Measurement(
             name="changes of heads",
-            does="benchmarks.accuracy",
+            program="benchmarks.accuracy",
             settings={"transitions": 50, "precisions": ("fp32",)},
             scaled={"smoke": {"transitions": 5, "backends": ("toeplitz",)}},
             numbers=(
@@ -438,7 +438,7 @@ RECIPES["implementation"] = Recipe(
         ),
         Measurement(
             name="storage",
-            does="experiments.analyses storage",
+            program="experiments.analyses storage",
             on=(checkpoint("4k-mean-25", 1.0),),
             numbers=tuple(
                 Number(f"{words}, GB", ("bytes", name), paper.STORAGE.get(name), scale=1e-9)

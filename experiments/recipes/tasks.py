@@ -39,7 +39,7 @@ def _updates(task: str) -> Measurement:
     k, settings = DOWNSTREAM[task]
     return Measurement(
         name=f"updates on {TITLES[task]}",
-        does="benchmarks.finetuning",
+        program="benchmarks.finetuning",
         settings={
             "task": task,
             "data": file_of(task, "train"),

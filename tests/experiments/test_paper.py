@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from experiments import paper
-from experiments.recipe import names, recipe
+from experiments.recipe import recipe, recipe_names
 from saf.models import GPT, preset
 
-RECIPES = {name: recipe(name) for name in names()}
+RECIPES = {name: recipe(name) for name in recipe_names()}
 UNLABELLED = {"implementation": r"\subsection{Compact fitting and storage}"}
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-\d+)?")
 

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from experiments.__main__ import main
-from experiments.recipe import names, recipe
+from experiments.recipe import recipe, recipe_names
 
 SECONDS = 90
 """Of one core: 60 on an idle one, and what other tests at the same time take from the caches."""
@@ -16,10 +16,10 @@ SECONDS = 90
 @pytest.mark.filterwarnings("ignore::saf.errors.SafWarning")
 def test_all_recipes_are_run_and_shown_in_a_minute(tmp_path, capsys):
     began = time.process_time()
-    words = [*names(), "--scale", "smoke", "--out", str(tmp_path), "--tables", str(tmp_path / "tables")]
+    words = [*recipe_names(), "--scale", "smoke", "--out", str(tmp_path), "--tables", str(tmp_path / "tables")]
     assert main(words) == 0, capsys.readouterr().err[-4_000:]
     assert time.process_time() - began < SECONDS
-    for name in names():
+    for name in recipe_names():
         found, stem = recipe(name), tmp_path / "tables" / f"smoke-{name}"
         if found.metrics or any(each.smoke and each.numbers for each in found.measurements):
             assert found.title in stem.with_suffix(".md").read_text()

@@ -11,7 +11,7 @@ import torch
 from scipy import stats
 
 from experiments.paper import Source
-from experiments.recipe import Recipe, names, recipe, rows
+from experiments.recipe import Recipe, recipe, recipe_names, rows
 from experiments.tables import METRICS, RecipeTable, check_recipe, terminal
 from saf.errors import CompareError, InputError
 from saf.paired import delta_of_windows
@@ -128,7 +128,7 @@ def test_one_seed_has_the_paired_bootstrap_over_windows(records):
 
 def test_tables_of_different_numbers_of_seeds_say_so_and_fit_the_terminal(records):
     del records["pruned", 1338], records["frozen-tokens", 1338]
-    shown = table(records).shown()
+    shown = table(records).text_table()
     assert shown.loc[["plain", "cold", "cut"], "n"].tolist() == ["2", "2", "1"]
     assert shown.loc["cold", "change at matched tokens (%)"].endswith(" (n = 1)")
     assert "n = 1" not in shown.loc["cut", "change (%)"]
@@ -161,7 +161,7 @@ def test_shared_devices_have_no_times_and_other_windows_no_comparison(records):
         _ = table(records).summary
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", recipe_names())
 def test_a_recipe_names_arms_metrics_and_rows_that_there_are(name):
     found = recipe(name)
     assert set(found.metrics) | set(found.headline) <= METRICS.keys()
