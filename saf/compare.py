@@ -121,8 +121,8 @@ def _header(
     if lines and not allow_differences:
         listed = "\n  ".join(lines)
         raise CompareError(f"they differ in more than the freezing (--allow-differences compares anyway):\n  {listed}")
-    settings, checkpoints = {"allow_differences": allow_differences}, dict(zip(_PAIR, hashes, strict=True))
-    header = result_header(kind, settings, checkpoints=checkpoints, data=data)
+    checkpoints: dict[str, str | None] = dict(zip(_PAIR, hashes, strict=True))
+    header = result_header(kind, {"allow_differences": allow_differences}, checkpoints=checkpoints, data=data)
     return {**header, **dict(zip(_PAIR, map(str, folders), strict=True)), "differences": lines}
 
 
@@ -148,17 +148,19 @@ def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     parents = {(run.config.get("parent") or {}).get("hash") for run in pair}
     limited = all(any(run.config["train"].get(name) for name in budgets) for run in pair)
     matched_in_time = len(parents) == 1 and None not in parents and limited
-    facts = []
-    for run in pair:
-        own = {"device": run.config.get("device")}  # another kind rounds otherwise, and has other speeds
+
+    def facts(run: RecordedRun) -> dict[str, Any]:
+        values = {"device": run.config.get("device")}  # another kind rounds otherwise, and has other speeds
         if not matched_in_time:
-            own |= {name: run.finished_result().get(name) for name in ("updates", "tokens")}
+            values |= {name: run.finished_result().get(name) for name in ("updates", "tokens")}
         for name in ("partition", "length", "precision", "data_fingerprint"):
-            own[f"evaluation {name}"] = run.evaluation.get(name)
-        facts.append(own)
-    without = {f"train.{name}" for name in budgets} if matched_in_time else set()
+            values[f"evaluation {name}"] = run.evaluation.get(name)
+        return values
+
+    one, other = map(facts, pair)
+    without = {f"train.{name}" for name in budgets} if matched_in_time else set[str]()
     settings = _setting_differences(*pair, without=without)
-    return [*settings, *_difference_lines(*facts, facts[0]), *_parent_difference(*pair)]
+    return [*settings, *_difference_lines(one, other, one), *_parent_difference(*pair)]
 
 
 def _setting_differences(*pair: RecordedRun, without: Set[str] = frozenset()) -> list[str]:
