@@ -221,18 +221,18 @@ def fit_proportional(
     A head is finished, and leaves the batch, when the next sweep would change no meaningful marginal by more
     than half of `tolerance`, relatively, and both marginals together by no more than half of it in L1 per row.
     """
-    alpha, rho = initial_parameters(eta_rel)
-    sweeps = torch.full(eta_abs.shape[:1], max_sweeps, dtype=torch.int64, device=eta_abs.device)
-    active = torch.arange(len(eta_abs), device=eta_abs.device)
-    point = torch.cat([alpha, rho], -1)
+    eta, point = torch.cat([eta_abs, eta_rel], -1), torch.cat(initial_parameters(eta_rel), -1)
+    result = point.clone()
+    sweeps = torch.full(eta.shape[:1], max_sweeps, dtype=torch.int64, device=eta.device)
+    active = torch.arange(len(eta), device=eta.device)
     history = point.new_zeros(len(point), _MEMORY, point.shape[-1])
     heads = _Heads(
-        eta_abs, eta_rel, point, loss=point.new_full(point.shape[:1], torch.inf), plain=point,
-        residual=torch.zeros_like(point), images=history, residuals=history.clone(),
+        eta, point, loss=point.new_full(point.shape[:1], torch.inf), plain=point, residual=torch.zeros_like(point),
+        images=history, residuals=history.clone(),
     )  # fmt: skip
     for sweep in range(1, max_sweeps + 1):
         image = heads.sweep()
-        alpha[active], rho[active] = image.chunk(2, -1)
+        result[active] = image
         running = heads.change(image) > tolerance / 2
         sweeps[active[~running]] = sweep
         if not bool(running.any()):
@@ -240,19 +240,19 @@ def fit_proportional(
         heads.advance(image, sweep)
         if not bool(running.all()):
             active, heads = active[running], heads.select(running)
+    alpha, rho = result.chunk(2, -1)
     return alpha, rho, sweeps
 
 
 @dataclass
 class _Heads:
-    """The unfinished heads: targets `[N, T]`, points (alpha, rho) `[N, 2T]`, and earlier sweeps.
+    """The unfinished heads: targets, points and earlier sweeps, `[N, 2T]` each: by key, then by distance.
 
     The image of a point is what one plain sweep makes of it.
     """
 
-    eta_abs: Tensor
-    eta_rel: Tensor
-    point: Tensor
+    eta: Tensor
+    point: Tensor  # alpha, rho
     loss: Tensor  # [N], of the last accepted point
     plain: Tensor  # the image of that point
     residual: Tensor  # that image less that point
@@ -272,23 +272,23 @@ class _Heads:
             self.images[worse], self.residuals[worse] = 0.0, 0.0
             log_z[worse], loss[worse] = self._rows(worse)
         self.loss = loss
-        rho = self.point.chunk(2, -1)[1]
-        alpha = self.eta_abs.log() - log_column_sums(-log_z, rho)  # Eq. (S.10)
-        rho = self.eta_rel.log() - log_diagonal_sums(-log_z, alpha)  # Eq. (S.11)
+        (_, rho), (log_eta_abs, log_eta_rel) = self.point.chunk(2, -1), self.eta.log().chunk(2, -1)
+        alpha = log_eta_abs - log_column_sums(-log_z, rho)  # Eq. (S.10)
+        rho = log_eta_rel - log_diagonal_sums(-log_z, alpha)  # Eq. (S.11)
         return torch.cat([alpha, rho], -1)
 
     def _rows(self, heads: slice | Tensor) -> tuple[Tensor, Tensor]:
         """Return the normalisers and the loss of some heads at the current point."""
         alpha, rho = self.point[heads].chunk(2, -1)
         log_z = log_row_sums(alpha, rho)
-        return log_z, fit_loss(alpha, rho, log_z, self.eta_abs[heads], self.eta_rel[heads])
+        return log_z, fit_loss(alpha, rho, log_z, *self.eta[heads].chunk(2, -1))
 
     def change(self, image: Tensor) -> Tensor:
         """Return the largest relative change of a meaningful marginal or, if larger, the L1 change per row."""
         change = (image - self.point).abs()
-        counted = torch.cat([meaningful(self.eta_abs), meaningful(self.eta_rel)], -1)
-        mass = torch.cat([self.eta_abs, self.eta_rel], -1) / self.eta_abs.shape[-1]
-        return torch.maximum((change * counted).amax(-1), (change * mass).sum(-1))
+        counted = torch.cat([meaningful(eta) for eta in self.eta.chunk(2, -1)], -1)
+        l1 = (change * (self.eta / (self.eta.shape[-1] // 2))).sum(-1)
+        return torch.maximum((change * counted).amax(-1), l1)
 
     def advance(self, image: Tensor, sweep: int) -> None:
         """Move to the point extrapolated from the last sweeps, `image` itself in the first."""
@@ -300,7 +300,7 @@ class _Heads:
         if sweep <= 2:
             return
         # Anderson mixing: point = g - dG^T (dF W dF^T + ridge I)^-1 dF W f of image g, residual f, W = diag(eta).
-        weighted = self.residuals * torch.cat([self.eta_abs, self.eta_rel], -1)[:, None]
+        weighted = self.residuals * self.eta[:, None]
         gram = with_ridge(weighted @ self.residuals.mT, _RIDGE)
         coefficients = torch.linalg.solve(gram, weighted @ residual[..., None])
         step = (coefficients * self.images).sum(1)
