@@ -2,7 +2,6 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -55,10 +54,10 @@ class Backend(ABC):
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, position: CachePosition) -> Tensor:
         """Return the rows of `forward` at `position`, `[B, F, count, D]`; later values may be anything finite."""
         parts = []
-        for slots, weights_of in ((tables["stored"], _dense_weights), (tables["convolved"], _compact_weights)):
+        for slots, weights_at in ((tables["stored"], _stored_weights), (tables["convolved"], _compact_weights)):
             if slots:
                 slot_heads = tuple(heads[slot] for slot in slots)
-                parts.append((slots, _row_product(partial(weights_of, tables), value, slot_heads, position)))
+                parts.append((slots, _row_product(weights_at, tables, value, slot_heads, position)))
         return merge_slots(parts)
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, tables: Tables, scale: float | None) -> Tensor:
@@ -80,13 +79,13 @@ class Backend(ABC):
 MOST_ROWS, MOST_WEIGHTS = 128, 1 << 26
 
 
-def _dense_weights(tables: Tables, query: Tensor, key: Tensor, _: Tensor) -> Tensor:
-    """Return stored weights `[F, B or 1, count, T]`."""
+def _stored_weights(tables: Tables, query: Tensor, key: Tensor, _: Tensor) -> Tensor:
+    """Return stored weights `[F, B or 1, count, T]`; arguments are positions of `CachePosition.in_pattern`."""
     return tables["weights"][:, query[:, :, None], key[:, None, :]]
 
 
 def _compact_weights(tables: Tables, query: Tensor, key: Tensor, lag: Tensor) -> Tensor:
-    """Return `exp(rho(i - j)) exp(alpha(j)) / Z(i)` (Eq. 3)."""
+    """Return the same of compact patterns: `exp(rho(i - j)) exp(alpha(j)) / Z(i)` (Eq. 3)."""
     key_scale, row_scale = tables["key_scale"], tables["row_scale"]
     # In the scalings' dtype, float32 at least: three factors in 16 bits would be rounded three times.
     by_distance = tables["distance"][:, lag].to(row_scale.dtype)[:, None]
@@ -94,34 +93,29 @@ def _compact_weights(tables: Tables, query: Tensor, key: Tensor, lag: Tensor) ->
 
 
 def _row_product(
-    weights_of: Callable[[Tensor, Tensor, Tensor], Tensor], value: Tensor, heads: tuple[int, ...],
-    position: CachePosition,
-) -> Tensor:  # fmt: skip
-    """Return rows of `P V`, block by block.
-
-    `weights_of(query, key, lag)` returns weights `[F, B or 1, count, T]` at positions of `CachePosition.in_pattern`.
-    """
+    weights_at: Callable[..., Tensor], tables: Tables, value: Tensor, heads: tuple[int, ...], position: CachePosition
+) -> Tensor:
+    """Return rows of `P V`, block by block."""
     parts, most = [], MOST_ROWS
     if not torch.compiler.is_compiling():  # a compiler may leave lengths open, and a bound on them would be a guard
         # Padded sequences begin at positions of their own, so that each has weights of its own.
         sequences = 1 if position.left_pad is None else max(1, len(value))
         weights_of_row = len(heads) * value.shape[-2] * sequences
         most = max(1, min(most, MOST_WEIGHTS // weights_of_row))
-    for block in position.blocks(most):
+    for row in range(0, max(1, position.count), most):  # one empty block where there are no queries
+        block = CachePosition(position.first + row, min(most, position.count - row), position.left_pad)
         query, key, lag, seen = block.in_pattern(value.shape[-2], value.device)
         # `masked_fill`, not a product with the mask: weights of positions that no query sees may be infinite.
-        weights = weights_of(query, key, lag).transpose(0, 1).masked_fill(~seen[:, None], 0).to(value.dtype)
+        weights = weights_at(tables, query, key, lag).transpose(0, 1).masked_fill(~seen[:, None], 0).to(value.dtype)
         parts.append(_weighted_sum(weights, value, heads))
     return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
 
 
 def _weighted_sum(weights: Tensor, value: Tensor, heads: tuple[int, ...]) -> Tensor:
-    """Return `weights [B or 1, F, n, T]` times the values that slots read, by one product for consecutive heads.
-
-    Heads in another order take a product each: one for all would copy their values.
-    """
+    """Return `weights [B or 1, F, n, T]` times the values that slots read."""
     if heads == tuple(range(heads[0], heads[-1] + 1)):
         return weights @ take_heads(value, heads)
+    # Heads in another order take a product each, of all slots that read one head: a single one would copy the values.
     parts = []
     for head in sorted(set(heads)):
         slots = tuple(slot for slot, each in enumerate(heads) if each == head)

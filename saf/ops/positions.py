@@ -4,7 +4,7 @@ A cache of fixed size, such as `StaticCache` of transformers, is allocated once 
 with the last query.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -134,11 +134,6 @@ class CachePosition(NamedTuple):
         if self.left_pad is None:
             return None
         return torch.arange(self.count, device=self.left_pad.device) + self.first >= self.left_pad[:, None]
-
-    def blocks(self, most: int) -> "Iterator[CachePosition]":
-        """Yield blocks of at most `most` queries; one empty block where there are none."""
-        for row in range(0, max(1, self.count), most):
-            yield CachePosition(self.first + row, min(most, self.count - row), self.left_pad)
 
     def in_pattern(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return positions counted from each row's first real token, where its pattern begins.

@@ -87,31 +87,32 @@ def head_maps(state: Sequence[int], value: Sequence[int], device: torch.device |
     # Where every value head serves one head the backward kernel has no loop over heads (`GROUPED` in kernels.py).
     one_to_one = sorted(value) == list(range(num_value_heads))
     bounds = [] if one_to_one else range(num_value_heads + 1)
-    maps = (
-        state,
-        [rank[head] if state[head] == LIVE else 0 for head in heads],
-        [used.index(value[head]) if state[head] == LIVE else 0 for head in heads],
-        value,
-        rank,
-        live,
-        [sum(slot < bound for slot in value) for bound in bounds],
-        sorted(heads, key=lambda head: value[head]),
-    )
-    return {name: torch.tensor(x, dtype=torch.int32, device=device) for name, x in zip(MAPS, maps, strict=True)}
+    maps = {
+        "state": state,
+        "query": [rank[head] if state[head] == LIVE else 0 for head in heads],
+        "key": [used.index(value[head]) if state[head] == LIVE else 0 for head in heads],
+        "value": value,
+        "pattern": rank,
+        "live": live,
+        "group_start": [sum(slot < bound for slot in value) for bound in bounds],
+        "group_heads": sorted(heads, key=lambda head: value[head]),
+    }
+    return {name: torch.tensor(each, dtype=torch.int32, device=device) for name, each in maps.items()}
 
 
 def pattern_tables(patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device) -> Tables:
     """Return `alpha`, `band`, `log_z` and `dense`, the latter of patterns that are not compact."""
-    forms, length = [pattern.compact() for pattern in patterns], patterns[0].length
-    compact = [form.to(device=device, dtype=torch.float64).level() for form in forms if form is not None]
-    dense = [p.dense().to(device=device, dtype=dtype) for p, form in zip(patterns, forms, strict=True) if form is None]
-    empty = torch.zeros(0, length, dtype=torch.float64, device=device)
-    alpha, rho, log_z = (
-        torch.stack([getattr(p, name) for p in compact]) * LOG2E if compact else empty
-        for name in ("alpha", "rho", "log_z")
-    )
-    stored = torch.stack(dense) if dense else torch.zeros(0, length, length, dtype=dtype, device=device)
-    return {"alpha": alpha.float(), "band": shifted_band(rho), "log_z": log_z.float(), "dense": stored}
+    length, logits, stored = patterns[0].length, [], []
+    for pattern in patterns:
+        if (compact := pattern.compact()) is None:
+            stored.append(pattern.dense().to(device=device, dtype=dtype))
+        else:
+            level = compact.to(device=device, dtype=torch.float64).level()
+            logits.append(torch.stack([level.alpha, level.rho, level.log_z]))
+    empty = torch.zeros(3, 0, length, dtype=torch.float64, device=device)
+    alpha, rho, log_z = torch.stack(logits, 1) * LOG2E if logits else empty
+    dense = torch.stack(stored) if stored else torch.zeros(0, length, length, dtype=dtype, device=device)
+    return {"alpha": alpha.float(), "band": shifted_band(rho), "log_z": log_z.float(), "dense": dense}
 
 
 def shifted_band(rho: Tensor) -> Tensor:

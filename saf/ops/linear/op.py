@@ -247,11 +247,7 @@ def value_gradient(ctx, gradient: Tensor):
     return result, [None] * len(tables), None, None, None, None
 
 
-def _product_like(x, *_) -> Tensor:
-    return heads_like(x, x.shape[1])
-
-
-@operator("linear", fake=_product_like, gradient=value_gradient, context=_save_tables)
+@operator("linear", fake=lambda x, *_: heads_like(x, x.shape[1]), gradient=value_gradient, context=_save_tables)
 def linear_product(
     x: Tensor, tables: list[Tensor], before: Tensor, after: Tensor, left_pad: Tensor | None, transpose: bool
 ) -> Tensor:
@@ -345,7 +341,7 @@ def _fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | No
             sums[:, :, (last + 1) % 2] = states[:, :, -2]
 
 
-@operator("linear_step", fake=_product_like, mutates=("ring", "sums"))
+@operator("linear_step", fake=lambda x, *_: heads_like(x, x.shape[1]), mutates=("ring", "sums"))
 def step_state(
     x: Tensor, tables: list[Tensor], before: Tensor, after: Tensor, first: Tensor | None, host_first: int,
     left_pad: Tensor | None, ring: Tensor, sums: Tensor,

@@ -123,8 +123,9 @@ def toeplitz_matmul(
         return out
     if config is None:
         hopper = x.is_cuda and torch.cuda.get_device_capability(x.device) >= (9, 0)
-        shape = {"length": length, "columns": columns, "heads": heads, "dtype": x.dtype}
-        config = choose_config(**shape, hopper=hopper, shared=shared_memory(x.device))
+        config = choose_config(
+            length=length, columns=columns, heads=heads, dtype=x.dtype, hopper=hopper, shared=shared_memory(x.device)
+        )
     scaled = _prescale(x, before, config.fold, transpose)
     num_m = cdiv(scaled.shape[1], config.fold * config.block_m)
     num_n = cdiv(scaled.shape[2], config.block_n)
@@ -137,18 +138,21 @@ def toeplitz_matmul(
     }  # fmt: skip
     grid = (num_m * num_n * heads,)
     if not config.descriptors:
-        even_t = length % max(config.block_m, config.block_k) == 0
-        constants |= {"EVEN_T": even_t, "EVEN_N": columns % config.block_n == 0}
-        constants |= {"PRECISION": product_precision(x.dtype)}
-        launch(toeplitz_kernel, grid, scaled, tiles, after, out, *numbers, tiles.stride(0), **constants)
+        launch(
+            toeplitz_kernel, grid, scaled, tiles, after, out, *numbers, tiles.stride(0), **constants,
+            EVEN_T=length % max(config.block_m, config.block_k) == 0, EVEN_N=columns % config.block_n == 0,
+            PRECISION=product_precision(x.dtype),
+        )  # fmt: skip
         return out
     # What the bulk copy engine reads: the scaled input, and all tiles stacked as [-, TILE]. Descriptors are built on
     # the host: device code would need scratch memory for them, which a CUDA graph would have to keep.
     tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
     x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
     tiles_desc = TensorDescriptor.from_tensor(tiles.view(-1, TILE), tile)
-    numbers = *numbers, scaled.shape[1], tiles.shape[1]
-    launch(toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, **constants, FOLD=config.fold)
+    launch(
+        toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, scaled.shape[1], tiles.shape[1],
+        **constants, FOLD=config.fold,
+    )  # fmt: skip
     return out
 
 

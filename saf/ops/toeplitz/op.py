@@ -192,11 +192,7 @@ def value_gradient(ctx, gradient: Tensor):
     return toeplitz_product(gradient, table, after, before, not ctx.transpose), None, None, None, None
 
 
-def _product_like(x, table, before, after, transpose) -> Tensor:
-    return heads_like(x, x.shape[1])
-
-
-@operator("toeplitz", fake=_product_like, gradient=value_gradient, context=_save_tables)
+@operator("toeplitz", fake=lambda x, *_: heads_like(x, x.shape[1]), gradient=value_gradient, context=_save_tables)
 def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, transpose: bool) -> Tensor:
     """Return `diag(after) G diag(before) x` (S.13), `[B, F, T, D]`, or with `transpose` by G^T; stored `[B, T, F, D]`.
 
