@@ -110,7 +110,8 @@ class FrozenHeads(nn.Module):
         self.dtypes = tuple(dict.fromkeys((*self.dtypes, *dtypes)))
         for name, slots in self.groups.items():
             kv_head = None
-            if self.kv_head is not None:  # of live slots and of the frozen ones that this backend executes
+            if self.kv_head is not None:
+                # Every backend gets the live slots, which it may compute too, and of the frozen ones its own.
                 live_kv, frozen_kv = self.kv_head[: -self.num_frozen], self.kv_head[-self.num_frozen :]
                 kv_head = (*live_kv, *(frozen_kv[slot] for slot in slots))
             fixed = [patterns[slot] for slot in slots]
@@ -267,10 +268,13 @@ def choose_backend(
     run: it is never replaced by another one.
     """
     check_name("backend", name, ("auto", *BACKENDS))
+    candidates: tuple[str, ...] = (name,)
+    if name == "auto":
+        candidates = ("linear", *AUTO_ORDER) if exponential else AUTO_ORDER
     reasons = {}
-    for candidate in ("linear",) * exponential + AUTO_ORDER if name == "auto" else (name,):
+    for candidate in candidates:
         backend = BACKENDS[candidate]
-        reason = next((why for dtype in dtypes if (why := backend.unsupported_reason(device, dtype))), None)
+        reason = next(filter(None, (backend.unsupported_reason(device, dtype) for dtype in dtypes)), None)
         if trainable and not backend.trains:
             reason = "it has no gradients for key and distance logits (trainable=True)"
         if reason is None:

@@ -47,8 +47,11 @@ def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """
     rows, labels = _by_row(hidden, targets)
     size = chunk_rows(weight.shape[0])
-    chunks = zip(rows.split(size), labels.split(size), strict=True)
-    return torch.cat([_log_probs(F.linear(h, weight.to(h.dtype)), t)[0] for h, t in chunks]).view(targets.shape)
+    parts = []
+    for h, t in zip(rows.split(size), labels.split(size), strict=True):
+        log_probs, *_ = _log_probs(F.linear(h, weight.to(h.dtype)), t)
+        parts.append(log_probs)
+    return torch.cat(parts).view(targets.shape)
 
 
 def chunk_rows(vocab_size: int) -> int:
@@ -117,10 +120,11 @@ def softmax_gradient_(logits: Tensor, labels: Tensor, count: Tensor) -> Tensor:
 
 
 def _log_probs(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return labels' log-probabilities `[N]`, logits in float32 or wider, their log-sum-exps, which labels are columns.
+    """Return the labels' log-probabilities `[N]`, and what they are computed from.
 
-    Ignored labels have log-probability zero, others that are no column NaN. The latter raise InputError on the CPU;
-    elsewhere the host would have to wait for the device.
+    That is the logits in float32 or wider, their log-sum-exps, and which labels are columns. Ignored labels have
+    log-probability zero, others that are no column NaN. The latter raise InputError on the CPU; elsewhere the host
+    would have to wait for the device.
     """
     known = (labels >= 0) & (labels < logits.shape[1])
     on_host = labels.device.type == "cpu" and not torch.compiler.is_compiling()

@@ -28,15 +28,14 @@ MOST_ROWS = 16
 def decode_maps(kv_head: ValueHeads, num_frozen: int, device: torch.device) -> Tables:
     """Return which slots read which value head, int32; nothing without `kv_head`, the value head of every slot.
 
-    Live slots read K value heads, frozen ones U, which may be the same; at most G slots of a kind read one.
+    Live slots read K value heads and frozen slots U, some of them the same; at most G slots of one kind share a head.
     `kv_read [K + U]` are these value heads in the layer's order, `kv_read_cached [K + U]` in that of a cache of fixed
     size (`cached_order`); `kv_readers [K + U, G]` are the slots that read each, then -1.
-
-    These maps exist before any pass: built during one, they would lie in the memory of the graph that captures it,
-    and be overwritten.
     """
     if kv_head is None:
         return {}
+    # Built with the tables, before any pass: built during one, the maps would lie in the memory of the CUDA graph that
+    # captures it, and be overwritten.
     # Live and frozen slots that read one value head are two entries: the former need its keys too, the latter none.
     order, num_live = cached_order(kv_head, num_frozen), len(kv_head) - num_frozen
     read, readers = [], []

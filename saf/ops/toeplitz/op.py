@@ -223,11 +223,13 @@ class Toeplitz(Backend):
         self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], device: torch.device,
         kv_head: ValueHeads = None,
     ) -> dict[torch.dtype, Tables]:  # fmt: skip
-        compact = {slot: form for slot, one in enumerate(patterns) if (form := one.compact()) is not None}
+        forms = {slot: one.compact() for slot, one in enumerate(patterns)}
+        compact = {slot: form for slot, form in forms.items() if form is not None}
         # In the level gauge entries are products of two factors in [0, 1], over a Z that stays level from row to row.
         if compact:
-            forms = [form.to(dtype=torch.float64, device=device) for form in compact.values()]
-            level = CompactPattern.stack(forms).level()
+            level = CompactPattern.stack(
+                [form.to(dtype=torch.float64, device=device) for form in compact.values()]
+            ).level()
         prepared: dict[torch.dtype, Tables] = {}
         for dtype in dtypes:
             tables: Tables = {"convolved": ()}
