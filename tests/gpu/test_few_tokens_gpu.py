@@ -2,12 +2,12 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from saf.bench.protocol import kernels_of
 from saf.machine import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, attention_products, for_graphs, mixed_attention, summed
 from saf.ops.fused.op import SHORT
-from tests.ops.counted_graphs import CountedGraphs
 from tests.ops.hard_patterns import hard_patterns
 
 pytestmark = pytest.mark.gpu
@@ -79,7 +79,7 @@ def test_where_only_the_host_is_slow_calls_take_one_launch_and_graphs_two():
 def test_one_compiled_graph_serves_few_tokens_and_many():
     patterns = hard_patterns(["decay", "ripple"], 5000, "cuda")
     frozen = FrozenHeads.from_patterns(patterns, dtype=torch.bfloat16, device="cuda", kv_head=range(4))
-    counted = CountedGraphs(inductor=True)
+    counted = CompileCounterWithBackend("inductor")
     torch._dynamo.reset()
     compiled = torch.compile(lambda *x: mixed_attention(*x, frozen), fullgraph=True, backend=counted)
     for length in (300, 1500, 5000):
@@ -106,7 +106,7 @@ def test_code_compiled_for_one_shape_launches_it_itself(length, dim, kv_head):
         parts = (hidden * 1).split([count * dim for count in counts], dim=-1)
         return projected_attention(*(x.unflatten(-1, (-1, dim)).transpose(1, 2) for x in parts), frozen, weight)
 
-    counted = CountedGraphs(inductor=True)
+    counted = CompileCounterWithBackend("inductor")
     torch._dynamo.reset()
     compiled = torch.compile(layer, fullgraph=True, backend=counted, dynamic=False)
     hidden = torch.randn(2, length, sum(counts) * dim, device="cuda").bfloat16()

@@ -4,11 +4,11 @@ from functools import partial
 
 import pytest
 import torch
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import saf
 from saf.models import by_layer
 from saf.ops import attention as seam
-from tests.ops.counted_graphs import CountedGraphs
 
 LENGTH = 16
 
@@ -16,7 +16,7 @@ LENGTH = 16
 @pytest.fixture
 def counted(monkeypatch):
     """Compile with a backend that counts, and with nothing compiled before."""
-    graphs = CountedGraphs()
+    graphs = EagerAndRecordGraphs()
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=graphs))
     monkeypatch.setattr(by_layer, "_programs", {})
     return graphs
