@@ -24,7 +24,7 @@ from saf.calibration.capture import check_vocabulary, evaluation_mode
 from saf.errors import InputError, LossError, SelectionError
 from saf.heads import Head, HeadSet
 from saf.machine import Precision, autocast
-from saf.models.adapter import LanguageModel, adapter_for, language_model
+from saf.models.adapter import Adapter, adapter_for, language_model
 
 Trial = Callable[[HeadSet], AbstractContextManager[None]]
 """Returns a context in which these heads of a model are frozen or pruned; they are live again afterwards."""
@@ -66,7 +66,7 @@ def _mean(means: Sequence[float], tokens: Sequence[int]) -> float:
     return sum(mean * count for mean, count in zip(means, tokens, strict=True)) / sum(tokens)
 
 
-def rows_at_once(language: LanguageModel, sequences: Sequence[Tensor]) -> Iterator[Tensor]:
+def rows_at_once(language: Adapter, sequences: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield sequences `[1, T]` on the model's device, on a GPU as many of one length as their logits allow."""
     for length, rows in groupby(sequences, key=lambda row: row.shape[1]):
         most = max(1, _MOST_LOGITS // (length * (language.vocab_size or 1))) if language.device.type == "cuda" else 1

@@ -27,21 +27,38 @@ from saf.hf.attention import (
     set_forward,
     state_of,
 )
-from saf.hf.families import CONV1D, FAMILIES, Family
-from saf.models.adapter import Adapter, LanguageModel, Receiver, Removed, Site
+from saf.hf.families import CONV1D, FAMILIES, NO_FAMILY
+from saf.models.adapter import Adapter, Receiver, Removed, Site
 from saf.ops import FrozenHeads
 
 STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 """Attention functions of transformers that are known to compute softmax attention."""
 
 
-class TransformersModel(LanguageModel):
-    """Any causal language model of transformers, which can be evaluated but perhaps not frozen."""
+class TransformersAdapter(Adapter):
+    """The adapter of a causal language model of transformers. Only models of the `FAMILIES` have sites."""
 
+    saves_weights = False
     fullgraph = False  # transformers' own code may break the graph
 
     def __init__(self, model: Any):
         self.model = model
+        # Multimodal models have another configuration for their text model, and no length in their own.
+        text = hasattr(getattr(model, "config", None), "max_position_embeddings")
+        editable = text and hasattr(model, "set_attn_implementation")
+        classes = {type(module).__name__ for module in model.modules()} if editable else set()
+        self.family = next((family for family in FAMILIES if family.attention in classes), NO_FAMILY)
+        self._attention = [module for module in model.modules() if type(module).__name__ == self.family.attention]
+        for attention in self._attention:
+            for name in self.family.projections.values():
+                cls = type(getattr(attention, name))
+                path = f"{cls.__module__}.{cls.__qualname__}"
+                # `TransformersSite.assign` changes projections without rows to the former class.
+                if cls is not NonDynamicallyQuantizableLinear and path != self.family.projection_class:
+                    raise UnsupportedError(
+                        f"projections must be plain {self.family.projection_class.rpartition('.')[2]}, got {path}: "
+                        "merge adapters (merge_and_unload), load weights unquantised"
+                    )
 
     @property
     def max_length(self) -> int | None:
@@ -68,37 +85,6 @@ class TransformersModel(LanguageModel):
         """Return float32 logits `[B, T, V]`."""
         self.check_next_token()
         return self.model(input_ids=input_ids, use_cache=False).logits.float()
-
-
-class TransformersAdapter(TransformersModel, Adapter):
-    """The adapter of a model of one of the `FAMILIES`."""
-
-    saves_weights = False
-
-    def __init__(self, model: Any, family: Family):
-        super().__init__(model)
-        self.family = family
-        self._attention = [module for module in model.modules() if type(module).__name__ == family.attention]
-        for attention in self._attention:
-            for name in family.projections.values():
-                cls = type(getattr(attention, name))
-                path = f"{cls.__module__}.{cls.__qualname__}"
-                # `TransformersSite.assign` changes projections without rows to the former class.
-                if cls is not NonDynamicallyQuantizableLinear and path != family.projection_class:
-                    raise UnsupportedError(
-                        f"projections must be plain {family.projection_class.rpartition('.')[2]}, got {path}: merge "
-                        "adapters (merge_and_unload), load weights unquantised"
-                    )
-
-    @classmethod
-    def of(cls, model: nn.Module) -> "TransformersAdapter | None":
-        """Return the adapter of a model of a supported family, None for any other model."""
-        # Multimodal models have another configuration for their text model, and no length in their own.
-        text = hasattr(getattr(model, "config", None), "max_position_embeddings")
-        if not (text and hasattr(model, "set_attn_implementation")):
-            return None
-        names = {type(module).__name__ for module in model.modules()}
-        return next((cls(model, family) for family in FAMILIES if family.attention in names), None)
 
     @property
     def num_layers(self) -> int:

@@ -88,6 +88,8 @@ FAMILIES = (
         post_norm=True,
     ),
 )
+NO_FAMILY = Family(name="", attention="")
+"""The family of all other models, which can only be evaluated: no layer has its class name."""
 
 
 def random_model(

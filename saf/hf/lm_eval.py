@@ -23,17 +23,17 @@ from torch import nn
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.models.adapter import longest_input
 from saf.opening import Encoder, OpenedModel
-from saf.tasks.base import Continuation, TaskAnswers, likelihoods
+from saf.tasks.base import Continuation, Progress, TaskAnswers, likelihoods
 from saf.tasks.zero_shot import ZERO_SHOT, TaskName, TooLong, read_questions, task_answers
 
 Request = tuple[tuple[str, str], list[int], list[int]]
 """Context and continuation as text, then each as tokens."""
-Progress = Callable[[str, int, int], None]
+TaskProgress = Callable[[str, int, int], None]
 """A callback with a task's name, the number of its answered requests, and their total."""
 
 
 def ask(
-    opened: OpenedModel, settings: Any, *, longest: int | None = None, progress: Progress | None = None
+    opened: OpenedModel, settings: Any, *, longest: int | None = None, progress: TaskProgress | None = None
 ) -> dict[str, TaskAnswers]:
     """Return a model's answers by task; `settings` are those of `saf evaluate` about tasks and how they run."""
     lm = ExactLengthModel(
@@ -49,7 +49,7 @@ def ask(
 
 def answer_tasks(
     lm: "ExactLengthModel", names: Sequence[TaskName], *, folder: Path | None = None, questions: int | None = None,
-    progress: Progress | None = None,
+    progress: TaskProgress | None = None,
 ) -> dict[str, TaskAnswers]:  # fmt: skip
     """Return a model's answers by task, to the first `questions` of each task.
 
@@ -89,7 +89,7 @@ class ExactLengthModel(TemplateLM):
         super().__init__()
         self.model, self.encoder, self.too_long = model, encoder, too_long
         self.batch_size, self.precision = batch_size, precision
-        self.progress: Callable[[int, int], None] | None = None
+        self.progress: Progress | None = None
         """A callback with the number of answered requests of a task, and their total."""
         self.longest = min(filter(None, (longest, longest_input(model))), default=None)
         self.cut: set[tuple[str, str]] = set()

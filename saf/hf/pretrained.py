@@ -110,7 +110,9 @@ def _edited_adapter(model: Any) -> Adapter | None:
     """Return the adapter of a model with edited heads; None for others, and where only peft adapters are saved."""
     states = (module for module in model.modules() if isinstance(module, HeadState))
     unedited = getattr(model, _PEFT, False) or all(state.layout.ordinary for state in states)
-    return None if unedited else TransformersAdapter.of(model)
+    if unedited or not (adapter := TransformersAdapter(model)).sites():
+        return None
+    return adapter
 
 
 # --- opening

@@ -32,7 +32,7 @@ def adapter_for(model: nn.Module) -> "Adapter":
     # Nothing of transformers can be here unless it was imported, which takes seconds.
     importable = isinstance(inner, GPT) or "transformers" in sys.modules
     adapter = language_model(inner) if importable else None
-    if not isinstance(adapter, Adapter):
+    if adapter is None or not adapter.sites():
         raise UnsupportedError(
             f"{type(inner).__name__} is not of a supported family (`saf doctor` lists them); docs/huggingface.md says "
             "how to add one"
@@ -41,13 +41,13 @@ def adapter_for(model: nn.Module) -> "Adapter":
     return adapter
 
 
-def language_model(model: nn.Module) -> "LanguageModel":
-    """Return the adapter of a model, or for an unsupported one a `TransformersModel`, which can only be evaluated."""
+def language_model(model: nn.Module) -> "Adapter":
+    """Return the adapter of a model that is only to be evaluated: of an unsupported family it has no `sites`."""
     if isinstance(inner := unwrap(model), GPT):
         return GPTAdapter(inner)
-    from saf.hf.adapter import TransformersAdapter, TransformersModel  # optional, and its import takes seconds
+    from saf.hf.adapter import TransformersAdapter  # optional, and its import takes seconds
 
-    return TransformersAdapter.of(inner) or TransformersModel(inner)
+    return TransformersAdapter(inner)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -69,13 +69,15 @@ def longest_input(model: nn.Module) -> int | None:
 # --- a model
 
 
-class LanguageModel(ABC):
-    """A causal language model that can be evaluated; an `Adapter` can be frozen too."""
+class Adapter(ABC):
+    """A causal language model, which can be evaluated, and whose attention heads can be measured, frozen and pruned."""
 
     model: Any
     """The model itself, without wrappers."""
     fullgraph: ClassVar[bool]
     """Whether the model compiles with `torch.compile(fullgraph=True)`."""
+    saves_weights: ClassVar[bool]
+    """Whether `saf.save` writes the weights; `save_pretrained` saves those of transformers' models."""
 
     @property
     def device(self) -> torch.device:
@@ -113,16 +115,9 @@ class LanguageModel(ABC):
         attribute of this adapter, and has one guard.
         """
 
-
-class Adapter(LanguageModel):
-    """A language model whose attention heads can be measured, frozen and pruned."""
-
-    saves_weights: ClassVar[bool]
-    """Whether `saf.save` writes the weights; `save_pretrained` saves those of transformers' models."""
-
     @abstractmethod
     def sites(self) -> "Sequence[Site]":
-        """Return the attention layers in order."""
+        """Return the attention layers in order; none of a model that can only be evaluated."""
 
     @abstractmethod
     def run(self, input_ids: Tensor) -> None:
@@ -140,15 +135,15 @@ class Adapter(LanguageModel):
             want = f"attention layers must be as many as the configuration's {self.num_layers} layers"
             raise UnsupportedError(f"{want}, got {count}: remove draft and cross-attention layers, copy shared ones")
 
-    def use_saf_attention(self) -> None:
-        """Let all layers call `saf.ops`, also those without edited heads. The project's GPT always does."""
+    def use_saf_attention(self) -> None:  # noqa: B027 - the GPT always does
+        """Let all layers call `saf.ops`, also those without edited heads."""
 
     def attention_settings(self) -> dict[str, Any]:
         """Return the configuration's fields that affect attention, as values for JSON."""
         return {}
 
-    def record_event(self, event: dict[str, Any]) -> None:
-        """Record a freezing event, as values for JSON, in the model's configuration, where it has a place for it."""
+    def record_event(self, event: dict[str, Any]) -> None:  # noqa: B027 - the GPT's configuration is its shape alone
+        """Record a freezing event, as values for JSON, in the model's configuration."""
 
     @property
     def dtype(self) -> torch.dtype:

@@ -22,7 +22,7 @@ from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.heads import EDITED
 from saf.machine import Execution, autocast, resolve_precision
 from saf.models import GPT
-from saf.models.adapter import Adapter, language_model, longest_input, unwrap
+from saf.models.adapter import language_model, longest_input, unwrap
 from saf.ops import FrozenHeads
 from saf.records.files import check_file, file_hash, read_lines, write_lines
 from saf.records.run import RecordedRun
@@ -230,8 +230,7 @@ def model_facts(model: nn.Module) -> dict[str, Any]:
         "vocab_size": language.vocab_size,
         "hidden_size": getattr(config, "hidden_size", None),
     }
-    if isinstance(language, Adapter):
-        sites = language.sites()
+    if sites := language.sites():
         facts["heads_by_layer"] = [site.layout.num_heads for site in sites]
         facts["head_dim"] = sites[0].head_dim
         facts |= {kind: len(language.heads(kind)) for kind in EDITED}
