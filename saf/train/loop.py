@@ -105,7 +105,7 @@ def _train(run: Run, stop: "StopRequest") -> bool:
         _report_between(run)
     # From here on nothing counts: arms are compared by the time that their training took.
     run.elapsed.enter(None)
-    if run.update > run.start or run.changed:
+    if run.update > run.start or run.just_changed:
         run.save()
     return True
 
@@ -148,9 +148,9 @@ def _next_learning_rate(run: Run) -> float:
         begin = max(progress, 0.0)
         progress = begin + (1 - begin) * min(share, 1.0)
     rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
-    if run.heads_changed is None or config.rewarm_updates == 0:
+    if run.last_change is None or config.rewarm_updates == 0:
         return rate
-    return rate * min((run.update - run.heads_changed + 1) / config.rewarm_updates, 1.0)
+    return rate * min((run.update - run.last_change + 1) / config.rewarm_updates, 1.0)
 
 
 # --- reports
@@ -214,7 +214,7 @@ def _apply_and_record_(run: Run, event: Event) -> Outcome:
     losses = {"loss_before": before, "loss_after": after}
     with run.elapsed("freeze"):
         # Memory and times from before the heads changed say nothing about the updates to come.
-        run.heads_changed, run.peak_memory = run.update, None
+        run.last_change, run.peak_memory = run.update, None
         run.recent.clear()
         line = {"update": run.update, "reason": event.reason, "heads": change.heads.to_list(), **losses}
         line |= {"seconds": change.seconds, **change.values}

@@ -53,8 +53,8 @@ class Run:
     parent_hash: str | None
     log: "RunLog | None" = None
     """None on a rank that writes nothing."""
-    heads_changed: int | None = None
-    """Update after which the newest event of this run came; None before any."""
+    last_change: int | None = None
+    """The update after which an event of this run last changed heads; None before any."""
     peak_memory: int | None = None
     """Largest number of bytes allocated on CUDA in the timed updates; None elsewhere."""
     recent: deque[float] = field(default_factory=lambda: deque(maxlen=8))
@@ -78,9 +78,9 @@ class Run:
         return self.update * self.task.targets_per_update
 
     @property
-    def changed(self) -> bool:
-        """Whether events came since the last update."""
-        return self.heads_changed == self.update
+    def just_changed(self) -> bool:
+        """Whether heads changed after the last update."""
+        return self.last_change == self.update
 
     @property
     def checkpoints(self) -> Path:
@@ -113,7 +113,7 @@ class Run:
 
         An ordinary arm leaves out as many, so that both are timed over the same updates.
         """
-        begin = max(self.start, self.heads_changed or 0, self.config.freeze_update or 0)
+        begin = max(self.start, self.last_change or 0, self.config.freeze_update or 0)
         if begin >= self.config.updates:
             begin = self.start  # no update follows the event: those before it are timed
         return begin + 1 + untimed_updates(self.config.updates - begin)
@@ -141,7 +141,7 @@ class Run:
 
     def save(self) -> None:
         """Save a checkpoint, unless it is there already, and remove the oldest ones; every rank calls this."""
-        path = self.checkpoints / step_name(self.update, after_freezing=self.changed)
+        path = self.checkpoints / step_name(self.update, after_freezing=self.just_changed)
         # Rank 0 looks for all: on a disk that machines share, others may see later what it has written.
         if on_rank0(path.exists):
             return
@@ -191,7 +191,7 @@ PARTS: tuple[str, ...] = (
 
 
 class Elapsed:
-    """Seconds of a run by part, over all processes that resumed it; those of its parents are separate, in `parent`."""
+    """Count the seconds of a run by part; a resumed run goes on counting. Those of its parents are in `parent`."""
 
     def __init__(self):
         self._part: str | None = "load"
@@ -410,7 +410,7 @@ def _missing(run: Run, events: list[EventRecord], reports: dict[int, Any]) -> It
     budget, used = run.config.time_budget_seconds or math.inf, run.elapsed.total
     if used > 1.001 * budget:  # updates of the same work differ by a thousandth
         yield f"time: the budget was {budget:.2f} s, and the run used {used:.2f} s"
-    if run.changed and run.budget_share() is not None:
+    if run.just_changed and run.budget_share() is not None:
         yield f"events: no training followed the event after update {run.update}"
     if run.config.freeze is not None and not events:
         yield f"events: none is recorded until update {run.update}, and the settings freeze heads"

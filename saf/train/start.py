@@ -136,7 +136,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     )
     # Of this run alone: rewarming and timing begin after its newest event, not after a parent's.
     own = on_rank0(lambda: [event.update or 0 for event in run.events if "inherited" not in event.values])
-    run.heads_changed = max(own, default=None)
+    run.last_change = max(own, default=None)
     if is_rank0():
         run.log = RunLog(run)
     if parallel.processes > 1:

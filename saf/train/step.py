@@ -43,7 +43,7 @@ class UpdateResult(NamedTuple):
     grad_norm: float
     """Norm of the gradient before it was clipped."""
     seconds: float
-    """Seconds that the host waited, without the step's own work on the device."""
+    """Seconds until the host has the loss; the optimiser's step may still run on the device."""
 
 
 @dataclass(kw_only=True)
@@ -72,9 +72,9 @@ class Updater:
     engine: "Engine" = field(init=False)
     """The model and optimiser that updates call."""
     micro_batch: Callable[[Tensor, Tensor], Tensor] = field(init=False)
-    """Adds the gradients of a micro-batch, from inputs and targets, and returns its share of the mean loss."""
+    """Takes the inputs and targets of a micro-batch, adds its gradients, and returns its share of the mean loss."""
     targets: Tensor = field(init=False)
-    """Targets of the current update, mean over ranks: a scalar that stays in place, as CUDA graphs read it."""
+    """Number of targets of the update, mean over ranks: a tensor that stays in place, as CUDA graphs read it."""
     compiling: bool = field(init=False)
     """Whether the next update compiles, so that later ones take less time."""
 
