@@ -43,7 +43,7 @@ from saf.machine import Call, Execution, GraphPool, GraphReplay, own_program
 from saf.ops import FrozenHeads, attention_parts, for_graphs, frozen_attention, live_attention
 from saf.patterns import Pattern, pattern_for_each_head
 from saf.prefill import LastToken
-from saf.train.step import Parallel, Updater, build_optimizer, micro_batches_of_one, parallel_of
+from saf.train.step import Parallel, Updater, build_optimizer, micro_batches_per_rank, parallel_of
 
 # --- updates
 
@@ -96,7 +96,7 @@ class Update(ModelSpeed):
 
     def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
         rank, processes = rank_and_size()
-        accumulation = micro_batches_of_one(point.accumulation or 1, processes, batch_size=point.batch_size)
+        accumulation = micro_batches_per_rank(point.accumulation or 1, processes, batch_size=point.batch_size)
         models = self.plan(point)
         # Each rank has tokens of its own, as in training.
         batches = models.tokens(min(PRELOADED, accumulation), point.batch_size, seed=self.seed + rank)

@@ -1,6 +1,6 @@
 """One optimiser update: `Updater` does it, in a run or a benchmark, in one process or as one of several ranks.
 
-AdamW and its learning rate follow, then the ranks (`Parallel`), CUDA graphs, and the memory that an update needs.
+AdamW and its learning rate follow, then the ranks (`Parallel`), then CUDA graphs.
 """
 
 import copy
@@ -25,12 +25,12 @@ from saf.checkpoint import parameter_state
 from saf.distributed import gloo_group, in_group, rank_and_size, whole_tensor
 from saf.errors import DivergenceError, InputError, UnsupportedError
 from saf.machine import Execution, GraphPool, GraphReplay
-from saf.models import GPT, GPTConfig
+from saf.models import GPT
 from saf.models.adapter import adapter_for, longest_input, unwrap
 from saf.models.by_layer import CompiledByLayer
 from saf.models.gpt import DecoderLayer
 from saf.ops import for_graphs
-from saf.ops.loss_and_gelu import IGNORE_INDEX, chunk_rows
+from saf.ops.loss_and_gelu import IGNORE_INDEX
 
 # --- one update
 
@@ -62,9 +62,9 @@ class Updater:
     clip: float
     """Largest gradient norm; larger gradients are scaled down to it."""
     gradient: QKGradient | None = None
-    """Average of Q/K gradients, updated after every backward pass; None when no score reads it."""
+    """Average of Q/K gradients over updates; None when no score reads it."""
     done: int = 0
-    """Updates done since the model's beginning."""
+    """Updates done since the model's beginning, those of its parents included."""
     parallel: "Parallel" = field(default_factory=lambda: Parallel())
     """The ranks that make updates together."""
     graphed: bool = False
@@ -110,10 +110,10 @@ class Updater:
         loss = self.parallel.mean(self._accumulate_gradients())
         if self.gradient is not None:
             self.gradient.update()
-        watched = torch.stack([loss, self.engine.clip_(self.clip)])
+        loss_and_norm = torch.stack([loss, self.engine.clip_(self.clip)])
         # Copied before the step is launched: waiting for the copy then does not wait for the step.
-        read = _start_reading(watched)
-        step_if_finite_(optimizer, watched)
+        read = _start_reading(loss_and_norm)
+        step_if_finite_(optimizer, loss_and_norm)
         optimizer.zero_grad(set_to_none=True)
         loss_value, norm_value = read()
         seconds = time.perf_counter() - began
@@ -234,17 +234,17 @@ def parallel_of(kind: str, *, parameters: int, execution: Execution) -> "Paralle
         if execution.device.type == "cuda":
             memory = torch.cuda.get_device_properties(execution.device).total_memory
             kind = "fsdp" if STATE_BYTES * parameters > memory / 2 else "ddp"
-    if kind == "fsdp" and execution.compile and not execution.by_layer:
-        raise UnsupportedError("parallel='fsdp' needs compile='layers' or 'off', got a model compiled whole")
     if kind == "fsdp":
+        if execution.compile and not execution.by_layer:
+            raise UnsupportedError("parallel='fsdp' needs compile='layers' or 'off', got a model compiled whole")
         return Shards(execution.device)
     return Replicas() if kind == "ddp" else Parallel()
 
 
-def micro_batches_of_one(accumulation: int, processes: int, *, batch_size: int) -> int:
+def micro_batches_per_rank(accumulation: int, processes: int, *, batch_size: int) -> int:
     """Return how many of an update's micro-batches each process takes; InputError when the shares are uneven.
 
-    >>> micro_batches_of_one(8, 4, batch_size=2)
+    >>> micro_batches_per_rank(8, 4, batch_size=2)
     2
     """
     if accumulation % processes:
@@ -559,42 +559,3 @@ class GraphedPasses:
         for own, values in zip(self._gradients.values(), before, strict=True):
             own.copy_(values)
         return replay
-
-
-# --- memory
-
-
-class UpdateMemory(NamedTuple):
-    """Bytes of an update's memory on one device."""
-
-    state: float
-    """Weights, gradients and moments."""
-    activations: float
-    """Activations and logits of a micro-batch, and copies of weights."""
-
-    @property
-    def total(self) -> float:
-        return self.state + self.activations
-
-
-def update_memory(shape: GPTConfig, tokens: int, *, recomputes: bool = False, shards: int = 1) -> UpdateMemory:
-    """Estimate the memory of updates of an ordinary model in bf16, with `tokens` in a micro-batch.
-
-    `recomputes` says that activation checkpointing keeps only the input of each layer. Each of `shards` processes holds
-    an equal share of the state and gathers a layer at a time, with the next one. Peaks measured on an H200 are 0.98 to
-    1.03 of the estimate for 1B and 124M (results/bench).
-    """
-    parameters = shape.num_parameters
-    # In hidden sizes: a layer's matrices are q, k, v, the output and two of the MLP, and about as many activations a
-    # token stay until its backward pass, in 16 bits.
-    widths = 4 + 2 * shape.mlp_ratio
-    of_layer = widths * shape.hidden_size**2
-    if shards > 1:  # two layers, one layer's gradients; embedding and norms whole with their gradients
-        copies = (2 * 2 + 4) * of_layer + 2 * 4 * (parameters - shape.num_layers * of_layer)
-    else:  # autocast keeps 16-bit copies through a micro-batch
-        copies = 2 * parameters
-    layer = widths * 2 * tokens * shape.hidden_size
-    inputs = 4 * tokens * shape.hidden_size * shape.num_layers  # of a float32 residual stream
-    logits = 8.0 * (shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))  # with their gradients
-    layers = layer + inputs if recomputes else layer * shape.num_layers
-    return UpdateMemory(STATE_BYTES * parameters / shards, layers + logits + copies)

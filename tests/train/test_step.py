@@ -11,6 +11,7 @@ from saf.checkpoint import optimizer_state
 from saf.machine import Execution, rated_flops
 from saf.models import by_layer
 from saf.train import step
+from saf.train.start import update_memory
 from saf.train.step import (
     GraphedPasses,
     Parallel,
@@ -18,7 +19,6 @@ from saf.train.step import (
     graphs_unsupported,
     learning_rate,
     step_if_finite_,
-    update_memory,
 )
 
 LENGTH = 16
