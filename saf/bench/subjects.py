@@ -432,27 +432,33 @@ class Op(Speed):
         comparisons = self.comparisons(rates)
         if alone:  # free heads alone do nothing at all, and other kernels are compared in the whole layer
             comparisons = [each for each in comparisons if each.arm.role not in ("free", "kernel")]
+
+        def layout_of(arm: Arm) -> HeadLayout:
+            if alone:
+                return HeadLayout(alone, alone, tuple(range(alone)) if arm.backend else ())
+            return self.layout(point, arm.rate)
+
         return Case(
             name=name,
             fields={**fields, "layer": sizes, "dtype": dtype},
             comparisons=comparisons,
-            build=lambda arm: LayerSubject(self, point, arm, alone, pool),
+            build=lambda arm: LayerSubject(self, point, arm, layout_of(arm), pool),
             variants=self.variants(),
-            describe=lambda arm: {"heads": self.layout(point, arm.rate).num_frozen},  # at rate 0 none
+            describe=lambda arm: {"heads": layout_of(arm).num_frozen},
         )
 
 
 class LayerSubject(Subject):
     """One arm of one layer: checked, captured and timed over several buffers in turn, so that no cache holds them."""
 
-    def __init__(self, settings: Op, point: Point, arm: Arm, alone: int | None, pool: GraphPool):
-        """`alone` is the number of frozen heads that are timed alone; None times the whole layer."""
-        self._settings, self._point, self._arm, self._alone, self._pool = settings, point, arm, alone, pool
+    def __init__(self, settings: Op, point: Point, arm: Arm, layout: HeadLayout, pool: GraphPool):
+        """`layout` has the timed heads: those of a whole layer, or frozen ones without live ones."""
+        self._settings, self._point, self._arm, self._layout, self._pool = settings, point, arm, layout, pool
         self._device, self._dtype = settings.execution.device, settings.dtype_of(settings.dtype)
-        self._layout, self._head_dim = settings.layout(point, arm.rate), settings.plan(point).shape.head_dim
+        self._head_dim = settings.plan(point).shape.head_dim
         self._eager = self._ordinary() if arm.backend is None else self._frozen()
         self._compiled = torch.compile(self._eager)
-        heads = self._operands()
+        heads = [len(layout.rows[role]) for role in ("query", "key", "value")]
         size = point.batch_size * point.length * self._head_dim * sum(heads) * self._dtype.itemsize
         # In a model the layers between two calls replace the cache's content; several buffers in turn do it here.
         count = min(MAX_BUFFERS, math.ceil(WORKING_SET / size)) if settings.cuda else 1
@@ -461,16 +467,6 @@ class LayerSubject(Subject):
         self._gradients: list[tuple[Tensor, ...]] = []
         self._passes: dict[str, tuple[Callable[[], Any], int]] = {}
 
-    def _operands(self) -> tuple[int, int, int]:
-        """Return the numbers of query, key and value heads."""
-        layout, ordinary = self._layout, self._arm.backend is None
-        if self._alone:
-            live = self._alone if ordinary else 0
-            return live, live, self._alone
-        if ordinary:
-            return layout.num_heads, layout.num_kv_heads, layout.num_kv_heads
-        return layout.num_live, len(set(layout.kv_head[: layout.num_live])), layout.num_kv_heads
-
     def _ordinary(self) -> Callable[..., tuple[Tensor, ...]]:
         kernel = self._arm.kernel
         if kernel == FLEX:
@@ -478,15 +474,16 @@ class LayerSubject(Subject):
         return lambda query, key, value: (live_attention(query, key, value, kernel=kernel),)
 
     def _frozen(self) -> Callable[..., tuple[Tensor, ...]]:
-        """Draw the patterns; return the layer, or its frozen heads alone, which take only values."""
+        """Draw the patterns; return the layer, or without live heads its frozen ones, which take only values."""
         if (arm := self._arm).kernel == FLEX:
             raise UnsupportedError("flex is measured for ordinary attention only")
         layout, seed = self._layout, self._settings.seed
         self._pattern: Any = drawn_patterns(arm.backend, layout.num_frozen, self._point.length, seed, self._device)
-        options: dict[str, Any] = {"backend": arm.backend, "dtype": self._dtype, "device": self._device}
-        options["kv_head"] = None if self._alone else layout.kv_head
-        frozen = FrozenHeads.from_patterns(self._pattern, **options)
-        if self._alone:
+        kv_head = layout.kv_head if layout.num_live or layout.grouped else None
+        frozen = FrozenHeads.from_patterns(
+            self._pattern, backend=arm.backend or "auto", dtype=self._dtype, device=self._device, kv_head=kv_head
+        )
+        if not layout.num_live:
             return lambda value: (frozen_attention(value, frozen),)
 
         def layer(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, ...]:
@@ -503,10 +500,11 @@ class LayerSubject(Subject):
         where they are called: a compiled function checks its guards at every call, a model once for all its layers.
         Ordinary attention and frozen heads alone are one operator each, and eager; flex is a kernel only compiled.
         """
-        ordinary = self._arm.backend is None
-        layer = not ordinary and not self._alone and variant.endswith(GRAPH)
-        compiled = self._settings.execution.compile and (layer or (ordinary and self._arm.kernel == FLEX))
-        return self._compiled if compiled else self._eager
+        if self._arm.backend is None:
+            compiled = self._arm.kernel == FLEX
+        else:
+            compiled = self._layout.num_live > 0 and variant.endswith(GRAPH)
+        return self._compiled if compiled and self._settings.execution.compile else self._eager
 
     def _draw(self, heads: int, generator: torch.Generator) -> Tensor:
         """Draw `[B, heads, T, D]`, laid out as projections leave them, `[B, T, heads, D]`."""
@@ -545,7 +543,7 @@ class LayerSubject(Subject):
     def _check(self, output: Tensor, mode: str) -> None:
         """Compare sampled outputs, and but for grouped queries gradients of the values, with Eq. (3) in float64."""
         layout, length = self._layout, output.shape[-2]
-        slots = list(range(self._alone) if self._alone else layout.kv_head[layout.num_live :])
+        slots = list(layout.kv_head[layout.num_live :])
         at = torch.linspace(0, length - 1, min(SAMPLES, length), device=output.device).round().long()
         every = torch.arange(length, device=output.device)
         patterns = [each.prefix(length).to(device=output.device) for each in pattern_for_each_head(self._pattern)]
