@@ -8,7 +8,7 @@ times, and its logits compared with those of a new model in each state.
 
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -22,7 +22,7 @@ from saf.bench.models import synthetic_patterns
 from saf.bench.protocol import Session
 from saf.bench.speed import DTYPES, require
 from saf.bench.subjects import TOLERANCE
-from saf.heads import Head, HeadLayout, HeadSet
+from saf.heads import ROLES, Head, HeadLayout, HeadSet
 from saf.machine import Execution
 from saf.models import GPT, GPTConfig
 from saf.models.gpt import BASE, Rotary, rotate
@@ -33,7 +33,6 @@ from saf.surgery import install_, prune_, uninstall_
 
 TENSORS = ("output", "input", "value", "query projection", "key projection", "value projection", "output projection")
 """The output, the gradients to input and values, and those to the four weights."""
-ROLES = ("query", "key", "value", "output")
 SDPA_FACTOR = 2.0
 """Largest multiple of the error of PyTorch's own attention at the same shape; `TOLERANCE` bounds it too."""
 LAYER_FACTOR = 1.1
@@ -246,22 +245,18 @@ class Layer:
 
         With `pruned`, and no backend, those heads are left out, as pruning leaves their rows out of the weights.
         """
-        device = self.x.device
-        heads = self.heads if backend else HeadLayout(self.heads.num_heads, self.heads.num_heads)
-        frozen = None
+        device, frozen = self.x.device, None
+        heads = replace(self.heads, frozen=(), pruned=self.heads.frozen if pruned else ())
         if backend:
+            heads = self.heads
             options = {"dtype": autocast or torch.float32, "device": device, "kv_head": heads.kv_head}
             frozen = FrozenHeads.from_patterns(self.pattern, backend=backend, **options)
-        # Rows of weights by role: queries and keys of live heads alone, values and outputs also of frozen ones, live
-        # heads first (`HeadLayout.slots`). Indexing leaves gradients at the rows of the whole weights.
-        live, retained = (self.heads.live, self.heads.live) if pruned else (heads.live, heads.slots)
-        channel = torch.arange(self.head_dim, device=device)
-        rows = {
-            role: (torch.tensor(own, device=device)[:, None] * self.head_dim + channel).flatten()
-            for role, own in zip(ROLES, (live, live, retained, retained), strict=True)
-        }
+        # Indexing leaves gradients at the rows of the whole weights.
         leaves = {role: weight.clone().requires_grad_() for role, weight in self.weights.items()}
-        own = {role: leaf[:, rows[role]] if role == "output" else leaf[rows[role]] for role, leaf in leaves.items()}
+        channel, own = torch.arange(self.head_dim, device=device), {}
+        for role, leaf in leaves.items():
+            rows = (torch.tensor(heads.rows[role], device=device)[:, None] * self.head_dim + channel).flatten()
+            own[role] = leaf[:, rows] if role == "output" else leaf[rows]
         x = self.x.clone().requires_grad_()
         rotation = Rotary(self.head_dim, x.shape[1]).to(device)(torch.arange(x.shape[1], device=device)[None])
         with torch.autocast(device.type, autocast, enabled=autocast is not None):
@@ -274,7 +269,7 @@ class Layer:
         assert value.grad is not None
         # Back into the order of the original heads, as `eager` has them.
         ordered = value.grad.new_zeros(x.shape[0], self.heads.num_heads, *value.grad.shape[2:])
-        ordered[:, list(retained)] = value.grad
+        ordered[:, list(heads.slots)] = value.grad
         return named(output, x, ordered, {role: leaf.grad for role, leaf in leaves.items()})
 
 
