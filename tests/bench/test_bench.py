@@ -17,9 +17,8 @@ from saf.ops import frozen_attention
 from tests.transformers_models import make
 
 TOY: dict[str, Any] = {
-    **{"device": "cpu", "pairs": 2, "tolerance": 1e9, "warmup": 1, "repeats": 1, "others": ()},
-    **{"profile": False},
-}
+    "device": "cpu", "pairs": 2, "tolerance": 1e9, "warmup": 1, "repeats": 1, "others": (), "profile": False,
+}  # fmt: skip
 HEADS = [(0, 0), (0, 1), (2, 3)]
 CPU = torch.device("cpu")
 
@@ -87,13 +86,20 @@ def test_op():
     assert record["left_out"] == []
 
 
+def test_a_layer_whose_heads_are_all_frozen_takes_values_alone():
+    record = run("op", "tiny", points=("64x2",), rates=(1.0,), **TOY)
+    assert record["left_out"] == []
+    rows = [row for row in record["rows"] if (row["part"], row["variant"]) == ("layer", "both call")]
+    assert [(row["role"], row["heads"]) for row in rows] == [("control", 0), ("frozen", 4), ("free", 4)]
+
+
 def test_an_operator_whose_gradient_is_wrong_is_not_timed(monkeypatch):
     def wrong(value, frozen):
         output = frozen_attention(value, frozen)
         return output.detach() / 2 + output / 2  # the right output, half its gradient
 
     monkeypatch.setattr("saf.bench.subjects.frozen_attention", wrong)
-    record = run("op", "tiny", points=("64x2",), rates=(0.5,), **TOY | {"profile": False})
+    record = run("op", "tiny", points=("64x2",), rates=(0.5,), **TOY)
     assert "of the gradient" in record["left_out"][0]["why"]
     assert {row["role"] for row in record["rows"] if row["alone"]} == {"control"}
 

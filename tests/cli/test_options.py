@@ -19,10 +19,10 @@ TEXT = """--rate 0.5 --score random --pattern dirichlet --fitter adam --max-fit-
 --pattern-options scale 4"""
 WORDS = TEXT.split()
 CONFIG = FreezeConfig(
-    **{"rate": 0.5, "score": "random", "pattern": "dirichlet", "fitter": "adam", "max_fit_kl": 0.3, "strict": True},
-    **{"exclude": ((0, 1), (1, 11)), "match": "variance", "whole_groups": True, "seed": 7, "backend": "toeplitz"},
-    **{"fitter_options": {"steps": 20}, "pattern_options": {"scale": 4}},
-)
+    rate=0.5, score="random", pattern="dirichlet", fitter="adam", max_fit_kl=0.3, strict=True,
+    exclude=((0, 1), (1, 11)), match="variance", whole_groups=True, seed=7, backend="toeplitz",
+    fitter_options={"steps": 20}, pattern_options={"scale": 4},
+)  # fmt: skip
 
 
 def freeze(*words: str) -> FreezeConfig:

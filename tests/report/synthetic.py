@@ -46,30 +46,30 @@ def write_run(
     model = {"vocab_size": 512, "num_layers": shape.layers, "num_heads": shape.heads, "max_length": shape.length}
     freeze = {"rate": shape.rate, "score": "variance", "pattern": "mean", "max_fit_kl": 0.2}
     config = {
-        **{"schema": "saf.run/1", "model": model | {"hidden_size": 64, "position": "rope"}},
+        "schema": "saf.run/1", "model": model | {"hidden_size": 64, "position": "rope"},
         "train": {"updates": shape.updates, "batch_size": 8, "length": shape.length, "seed": 1337, "lr": 6e-4},
-        **{"freeze": freeze if frozen else None, "data": {"folder": "data/corpus", "fingerprint": "d" * 64}},
+        "freeze": freeze if frozen else None, "data": {"folder": "data/corpus", "fingerprint": "d" * 64},
         "parent": None,
-    }
+    }  # fmt: skip
     write(folder / "config.json", config)
     _write_metrics(folder, shape, cost=cost, speedup=speedup)
     intervention = _write_freeze(folder, shape, freeze) if frozen else None
     loss, heads = _write_evaluation(folder, shape, cost=cost), intervention["heads"] if intervention else []
     median = 0.5 / speedup
     result = {
-        **{"schema": SCHEMA, "kind": "run", "settings": {}, "arm": "frozen" if frozen else "ordinary"},
-        **{"updates": shape.updates, "tokens": shape.updates * 8 * shape.length, "train_loss": 3.0},
-        **{"report_loss": loss, "report_perplexity": math.exp(loss), "unigram_entropy": 7.2},
+        "schema": SCHEMA, "kind": "run", "settings": {}, "arm": "frozen" if frozen else "ordinary",
+        "updates": shape.updates, "tokens": shape.updates * 8 * shape.length, "train_loss": 3.0,
+        "report_loss": loss, "report_perplexity": math.exp(loss), "unigram_entropy": 7.2,
         "update_seconds": {"median": median, "p20": 0.49, "p80": 0.52, "first_update": 41, "last_update": 60},
         "peak_memory_bytes": 15_560_000_000 - 500_000_000 * frozen,
-        **{"time": _times(frozen=frozen), "missing": [], "intervention": intervention},
+        "time": _times(frozen=frozen), "missing": [], "intervention": intervention,
         "provenance": {
-            **{"source_hash": "a" * 64, "config_hash": "b" * 64, "data": {"report": "d" * 64}},
-            **{"checkpoints": {"parent": "c" * 64, "final": f"{len(heads):064}"}, "heads": heads, "seed": 1337},
-            **{"versions": {"torch": "2.13.0", "saf": "0.1.0"}, "device": "cpu", "commit": "0123abc"},
-            **{"command": "saf pretrain --preset tiny", "date": "2026-01-01T00:00:00+00:00"},
+            "source_hash": "a" * 64, "config_hash": "b" * 64, "data": {"report": "d" * 64},
+            "checkpoints": {"parent": "c" * 64, "final": f"{len(heads):064}"}, "heads": heads, "seed": 1337,
+            "versions": {"torch": "2.13.0", "saf": "0.1.0"}, "device": "cpu", "commit": "0123abc",
+            "command": "saf pretrain --preset tiny", "date": "2026-01-01T00:00:00+00:00",
         },
-    }
+    }  # fmt: skip
     write(folder / "result.json", result)
     return folder
 
@@ -139,11 +139,10 @@ def _write_freeze(folder: Path, shape: Shape, config: dict[str, Any]) -> dict[st
     event = {"update": shape.freeze_update, "heads": [list(head) for head in heads], "seconds": seconds}
     event |= {"loss_before": 3.31, "loss_after": 3.38}
     record = {
-        **event,
-        **{"config": config, "scores": variance.tolist(), "score_name": "variance"},
+        **event, "config": config, "scores": variance.tolist(), "score_name": "variance",
         "fit_kl": [[*head, 0.01 + 0.004 * i] for i, head in enumerate(heads)],
-        **{"rejected": [[*rejected, 0.31]], "num_sequences": 32, "length": shape.length},
-    }
+        "rejected": [[*rejected, 0.31]], "num_sequences": 32, "length": shape.length,
+    }  # fmt: skip
     append_event(folder, "freeze", record, tensors | {"row_entropy": 5 - 1e4 * variance})
     return event
 
@@ -156,12 +155,12 @@ def _write_evaluation(folder: Path, shape: Shape, *, cost: float) -> float:
     loss = float(-log_probs.mean())
     checksum = write_losses(folder, torch.tensor(log_probs))
     record = {
-        **{"schema": SCHEMA, "kind": "evaluation", "settings": {}, "partition": "report", "precision": "fp32"},
+        "schema": SCHEMA, "kind": "evaluation", "settings": {}, "partition": "report", "precision": "fp32",
         "provenance": {"checkpoints": {}, "data": {"report": "d" * 64}},
-        **{"windows": shape.windows, "length": shape.length, "tokens": shape.windows * shape.length},
-        **{"loss": loss, "perplexity": math.exp(loss), "data_fingerprint": "d" * 64},
-        **{"windows_hash": hashlib.sha256(b"windows").hexdigest(), "log_probs_sha256": checksum},
-    }
+        "windows": shape.windows, "length": shape.length, "tokens": shape.windows * shape.length,
+        "loss": loss, "perplexity": math.exp(loss), "data_fingerprint": "d" * 64,
+        "windows_hash": hashlib.sha256(b"windows").hexdigest(), "log_probs_sha256": checksum,
+    }  # fmt: skip
     write(folder / "evaluation.json", record)
     return loss
 
