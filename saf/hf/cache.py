@@ -22,7 +22,7 @@ from saf.ops.linear.op import RecurrentState
 OTHER_HEADS = "the cache was filled by other frozen heads, or by prefix tuning for all of them; make a new one"
 SAFE_OFFLOADING = (5, 20)
 """The first version of transformers whose offloading stream waits for the device. In earlier ones its copies race with
-the computation, and generated tokens are wrong (docs/log.md)."""
+the computation, and generated tokens are wrong."""
 
 
 def fit_cache(past_key_values: Any, index: int, state: Any, device: torch.device) -> "StateLayer | None":

@@ -34,8 +34,7 @@ def adapter_for(model: nn.Module) -> "Adapter":
     adapter = language_model(inner) if importable else None
     if adapter is None or not adapter.sites():
         raise UnsupportedError(
-            f"{type(inner).__name__} is not of a supported family (`saf doctor` lists them); docs/huggingface.md says "
-            "how to add one"
+            f"{type(inner).__name__} is not of a supported family: docs/huggingface.md lists them and how to add one"
         )
     adapter.check_attention()
     return adapter
