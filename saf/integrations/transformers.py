@@ -41,9 +41,11 @@ def text_sequences(
     """
     if isinstance(texts, str):
         raise InputError("texts must be an iterable of texts, got one; give a list of it")
-    if length <= bos or (bos and tokenizer.bos_token_id is None):
-        raise InputError(f"length must exceed the BOS token's, and bos needs a tokenizer with one; got length {length}")
+    if bos and tokenizer.bos_token_id is None:
+        raise InputError("bos must be False for a tokenizer without BOS, got True; leave it out")
     own = length - bos  # tokens of text in a sequence
+    if own < 1:
+        raise InputError(f"length must be at least {1 + bos}, got {length}")
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     stream: list[int] = []
     for text in texts:

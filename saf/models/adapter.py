@@ -1,7 +1,8 @@
 """The interface between the package and a model: an `Adapter` of the model, with a `Site` for each attention layer.
 
-`adapter_for` returns a model's adapter. Only `Site.assign` and `Site.pin` change the model. The adapter of the
-project's GPT is here, that of transformers' models in saf/hf/adapter.py.
+`adapter_for` returns the adapter of a model that is to be measured or edited, `language_model` that of any causal model
+that is to be evaluated. `Site.assign` alone changes heads. The adapter of the project's GPT is here, that of
+transformers' models in saf/hf/adapter.py.
 """
 
 import sys
