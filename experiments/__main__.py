@@ -105,14 +105,15 @@ class Experiments:
             measured = {each.name: each.arms(scale.base) for one in chosen.values() for each in one.measurements}
             named = [arm for name in self.arms for arm in measured.get(name, [name])]
             return [(arm, seed) for arm in named for seed in self._seeds(scale)]
-        several = {row.arm.partition("@")[0] for each in chosen.values() for row in each.rows if not row.first_seed}
-        first = {row.arm.partition("@")[0] for each in chosen.values() for row in each.rows if row.first_seed} - several
-        return [
-            (arm, seed)
-            for each in chosen.values()
-            for arm in each.arms(scale.base)
-            for seed in self._seeds(scale, each)[: 1 if arm in first else None]
-        ]
+        rows = [row for each in chosen.values() for row in each.rows]
+        several_seeds = {row.arm.partition("@")[0] for row in rows if not row.first_seed}
+        one_seed = {row.arm.partition("@")[0] for row in rows if row.first_seed} - several_seeds
+        wanted: list[Key] = []
+        for each in chosen.values():
+            for arm in each.arms(scale.base):
+                seeds = self._seeds(scale, each)
+                wanted += [(arm, seed) for seed in (seeds[:1] if arm in one_seed else seeds)]
+        return wanted
 
     def _measure(
         self, scale: Scale, chosen: dict[str, Recipe], runs: dict[Key, Run], inputs: Inputs, outcome: Outcome
@@ -131,15 +132,16 @@ class Experiments:
         records = read_records(self.out, self.scale)
         for name, each in chosen.items():
             table = RecipeTable(name, each, self.scale, records)
-            parts = list(recipe_blocks(table, self.out / self.scale))
-            text, stem = document(parts), f"{self.scale}-{name}"
-            print(f"\n{on_terminal(parts)}")
-            tex = "\n".join(latex(part.frame) for part in parts if len(part.frame))
-            files = {f"{stem}.md": text, f"{stem}.tex": tex, f"{stem}.csv": table.csv()}
-            files |= {part.picture[1]: part.picture[2] for part in parts if part.picture}
-            for file, content in files.items() if self.tables else ():
+            blocks = list(recipe_blocks(table, self.out / self.scale))
+            print(f"\n{on_terminal(blocks)}")
+            if self.tables is None:
+                continue
+            stem, tex = f"{self.scale}-{name}", "\n".join(latex(block.frame) for block in blocks if len(block.frame))
+            files = {f"{stem}.md": document(blocks), f"{stem}.tex": tex, f"{stem}.csv": table.csv()}
+            files |= {block.picture[1]: block.picture[2] for block in blocks if block.picture}
+            for file, content in files.items():
                 if content:
-                    write_atomically(Path(self.tables or "") / file, content.encode())
+                    write_atomically(self.tables / file, content.encode())
 
 
 def _list(runs: dict[Key, Run], rate: float | None) -> None:

@@ -345,9 +345,21 @@ def _schedules() -> Iterator[Arm]:
         yield Arm(name=name, parent=ordinary, settings=freeze(rate), scaled=LAYERWISE)
 
 
-SCORES = ("forward_kl", "residual_cosine", "relative_output_change", "output_magnitude", "redundancy", "gate_taylor")
-GRADIENT_SCORES = ("qk_gradient", "rank_sum", "gradient_veto")
-SCORES_AT = {"1k": GRADIENT_SCORES, "4k": (*SCORES, *GRADIENT_SCORES), "8k": SCORES[:1], "16k": SCORES[:1]}
+_GRADIENT_SCORES = ("qk_gradient", "rank_sum", "gradient_veto")
+SCORES: dict[str, tuple[str, ...]] = {
+    "1k": _GRADIENT_SCORES,
+    "4k": (
+        "forward_kl",
+        "residual_cosine",
+        "relative_output_change",
+        "output_magnitude",
+        "redundancy",
+        "gate_taylor",
+        *_GRADIENT_SCORES,
+    ),
+    "8k": ("forward_kl",),
+    "16k": ("forward_kl",),
+}
 """Scores that are compared with the variance, by context: as in the paper, and all of them at 4K."""
 
 
@@ -358,7 +370,7 @@ def tracked_arm(k: str, score: str, rate: float) -> str:
 
 def _scores() -> Iterator[Arm]:
     """Yield arms by other scores: they branch off a trunk that keeps the average which gradient scores read."""
-    for k, scores in SCORES_AT.items():
+    for k, scores in SCORES.items():
         trunk = f"{k}-tracked-ordinary"
         # A trunk of its own: the average of Q/K gradients is over all updates before the event.
         yield Arm(name=trunk, context=CONTEXTS[k], settings={"track_gradients": True})

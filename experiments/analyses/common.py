@@ -6,7 +6,7 @@ An analysis is a dataclass of settings with `measure() -> record`, `tables(recor
 import copy
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -60,7 +60,9 @@ class Analysis:
 
     def header(self, **origin: Any) -> dict[str, Any]:
         """Return the header of the record; `origin` has the arguments of `saf.records.result.result_header`."""
-        return result_header(self.kind, {name: v for name, v in vars(self).items() if name != "out"}, **origin)
+        # Fields alone: vars() has what a cached property computed, too.
+        settings = {each.name: getattr(self, each.name) for each in fields(self) if each.name != "out"}
+        return result_header(self.kind, settings, **origin)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -258,17 +258,21 @@ def _qwen_numbers() -> list[Number]:
         for rate, text in paper.QWEN_OVERLAP.items()
     ]
     for line in paper.QWEN_NUMBERS:
-        for arm in paper.QWEN_ARMS:
+        places = int(line["places"])
+        for arm in (arm for arm in paper.QWEN_ARMS if arm in line):
             score, _, rate = arm.partition(" ")
-            place = ("arms", {"score": score, "rate": float(rate)}) if rate else (score,)
-            if arm in line:
-                path, places, is_change = (
-                    (*place, *line["path"].split("/")),
-                    int(line["places"]),
-                    "change" in line["of"],
+            entry = ("arms", {"score": score, "rate": float(rate)}) if rate else ("ordinary",)
+            numbers.append(
+                Number(
+                    title=f"{line['of']}, {arm}",
+                    path=(*entry, *line["path"].split("/")),
+                    paper=line[arm],
+                    places=places,
+                    signed="change" in line["of"],
+                    # Of these numbers those at two decimals are shares in our record.
+                    scale=100.0 if places == 2 else 1.0,
                 )
-                factor = 100.0 if places == 2 else 1.0  # shares
-                numbers.append(Number(f"{line['of']}, {arm}", path, line[arm], places, is_change, factor))
+            )
     return numbers
 
 

@@ -5,7 +5,7 @@ Of an arm's name, `k` is the context, such as "4k", and the number the rate in p
 
 from collections.abc import Iterator
 
-from experiments.arms import tracked_arm
+from experiments.arms import PATTERNS, tracked_arm
 from experiments.measurements import Measurement, Number, Reference, changes, checkpoint
 from experiments.paper import GEOMETRY_CORRELATIONS, QUALITY, Source, lines, split_words
 from experiments.recipe import Figure, Recipe, Row, rows
@@ -170,14 +170,8 @@ RECIPES["representation"] = Recipe(
     notes=("The difference is from the dense arm to the compact one.",),
 )
 
-PATTERNS = {
-    "mean": "mean",
-    "sharp-mean": "sharp_mean",
-    "gaussian": "gaussian",
-    "dirichlet": "dirichlet",
-    "structured-random": "structured_random",
-}
-"""Patterns by their names in arms; the values are the names in analyses and in `saf.targets`."""
+_PATTERNS = ("mean", *PATTERNS)
+"""Names in arms; analyses and `saf.targets` have an underscore for the hyphen."""
 _RATES = ("10", "25", "50", "75")
 # Names in records of the analysis geometry.
 _DISTANCES = {
@@ -194,7 +188,7 @@ def _changes(rates: tuple[str, ...], patterns: tuple[str, ...]) -> Reference:
     """Return the file of each arm's change of perplexity, by rate and pattern."""
     groups = {}
     for rate in rates:
-        groups[str(int(rate) / 100)] = {PATTERNS[pattern]: f"4k-{pattern}-{rate}" for pattern in patterns}
+        groups[str(int(rate) / 100)] = {pattern.replace("-", "_"): f"4k-{pattern}-{rate}" for pattern in patterns}
     return changes(groups)
 
 
@@ -216,7 +210,7 @@ RECIPES["rates_and_patterns"] = Recipe(
                 paper=_PRIOR_PAPER.get((pattern, rate), {}),
             )
             for rate in _RATES
-            for pattern in PATTERNS
+            for pattern in _PATTERNS
         ),
     ),
     figures=(
@@ -228,7 +222,7 @@ RECIPES["rates_and_patterns"] = Recipe(
             panels={
                 title: {
                     pattern.replace("-", " "): {f"{rate}%": (f"4k-{pattern}-{rate}", "delta") for rate in rates}
-                    for pattern in PATTERNS
+                    for pattern in _PATTERNS
                 }
                 for title, rates in (("to 50%", _RATES[:3]), ("all rates", _RATES))
             },
@@ -245,7 +239,7 @@ RECIPES["rates_and_patterns"] = Recipe(
             settings={
                 "sequences": 32,
                 "rates": tuple(int(rate) / 100 for rate in _RATES),
-                "costs": _changes(_RATES, tuple(PATTERNS)),
+                "costs": _changes(_RATES, _PATTERNS),
             },
             scaled={"smoke": {"rates": (0.25, 0.5), "costs": _changes(("25", "50"), ("mean", "dirichlet"))}},
             numbers=tuple(
