@@ -81,11 +81,6 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         )
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
-        # Ranks that differ would train one model by several settings, or wait for each other forever.
-        first, *others = all_gather({**config.to_dict(), "data's fingerprint": task.fingerprint})
-        for rank, settings in enumerate(others, 1):
-            if differing := "; ".join(mismatches(first, settings)):
-                raise InputError(f"process {rank} must have the settings and data of the first one: {differing}")
         _check_early(config, execution, task)
         parallel = parallel_of(config.parallel, parameters=shape.num_parameters, execution=execution)
         _check_memory(config, execution, shape, parallel)
@@ -164,6 +159,11 @@ def _check_folder(folder: Path, config: TrainConfig, *, resume: bool) -> None:
 
 def _check_early(config: TrainConfig, execution: Execution, task: Task) -> None:
     """Raise before training for what would fail at the first event or update."""
+    # Ranks that differ would train one model by several settings, or wait for each other forever.
+    first, *others = all_gather({**config.to_dict(), "data's fingerprint": task.fingerprint})
+    for rank, settings in enumerate(others, 1):
+        if differing := "; ".join(mismatches(first, settings)):
+            raise InputError(f"process {rank} must have the settings and data of the first one: {differing}")
     freeze = config.freeze
     task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
     check_freeze(config, execution)

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import saf
 from saf.models.adapter import adapter_for
-from tests.train.helpers import together
+from tests.train.helpers import run_ranks
 from tests.transformers_models import make, tokens
 
 pytest.importorskip("accelerate.utils.dataclasses")
@@ -57,7 +57,7 @@ def work(rank: int, folder: str) -> None:
 
 
 def test_two_processes_freeze_together_and_train_as_one_does(tmp_path):
-    together(2, work, str(tmp_path))
+    run_ranks(2, work, str(tmp_path))
     states = [load_file(tmp_path / f"{rank}.safetensors") for rank in range(2)]
     (heads, losses), other = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     assert other == [heads, losses]

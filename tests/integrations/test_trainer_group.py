@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import saf
 from tests.integrations.training import CONFIG, UPDATES, Killed, frozen, opened, same, trainer, transformers
-from tests.train.helpers import together
+from tests.train.helpers import run_ranks
 from tests.transformers_models import tokens
 
 pytest.importorskip("accelerate")
@@ -59,7 +59,7 @@ def work(rank: int, folder: str) -> None:
 @pytest.fixture(scope="module")
 def group(tmp_path_factory):
     folder = tmp_path_factory.mktemp("group")
-    together(2, work, str(folder))
+    run_ranks(2, work, str(folder))
     return folder
 
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 import saf
 from saf.errors import InputError, UnsupportedError
 from tests.surgery.trained_model import LENGTH, SHAPE, assert_equal, make, patterns, snapshot, update
-from tests.train.helpers import together
+from tests.train.helpers import run_ranks
 
 HEADS, OTHERS = [(0, 1), (1, 0)], [(0, 2), (1, 3)]
 """Two sets with the same numbers in each layer."""
@@ -203,4 +203,4 @@ def through_shares(rank):
 
 
 def test_state_keeps_its_heads_through_shares_of_weights():
-    together(2, through_shares)
+    run_ranks(2, through_shares)

@@ -53,7 +53,7 @@ def events_of(folder: Path | str) -> list[tuple]:
     return [(e.number, e.kind, e.update, len(e.heads), e.undone_by) for e in read_events(folder)]
 
 
-def brisk(patch: pytest.MonkeyPatch) -> None:
+def decide_quickly(patch: pytest.MonkeyPatch) -> None:
     """Let a train-loss controller decide within 40 updates: its loss levels off, and a freeze raises it."""
     patch.setattr(schedules, "_BURN_IN", (4, 0.0))
     patch.setattr(schedules, "_HALF_LIFE", (2, 0.0))
@@ -67,8 +67,8 @@ def brisk(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(schedules.TrainLossProposer, "observe", shown)
 
 
-def begin(work: Callable[..., None], *arguments: Any, module: str = "") -> BaseProcess:
-    """Begin `work(*arguments)` in a process of its own and return it.
+def start_process(work: Callable[..., None], *arguments: Any, module: str = "") -> BaseProcess:
+    """Start `work(*arguments)` in a process of its own and return it.
 
     It is forked off a process that has imported the module of `work`: importing PyTorch and this project in each takes
     longer than most of them do.
@@ -80,14 +80,17 @@ def begin(work: Callable[..., None], *arguments: Any, module: str = "") -> BaseP
     return process
 
 
-def together(count: int, work: Callable[..., None], *arguments: Any, codes: Sequence[int] = ()) -> None:
-    """Call `work(rank, *arguments)` in so many processes of one group; each ends with its code, 0 by default.
+def run_ranks(count: int, work: Callable[..., None], *arguments: Any, codes: Sequence[int] = ()) -> None:
+    """Call `work(rank, *arguments)` in `count` processes of one group; each ends with its code, 0 by default.
 
-    The store by which they find one another is this process's, as it is torchrun's: it listens before anybody knows of
-    its port, so that no other process can take that.
+    This process has the store by which they find one another, as torchrun does: it listens before anybody knows its
+    port, so no other process can take that.
     """
     store = distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    processes = [begin(_one, rank, count, store.port, work, arguments, module=work.__module__) for rank in range(count)]
+    processes = [
+        start_process(_run_rank, rank, count, store.port, work, arguments, module=work.__module__)
+        for rank in range(count)
+    ]
     ends = time.monotonic() + SECONDS
     for each in processes:
         each.join(max(0.0, ends - time.monotonic()))
@@ -98,7 +101,7 @@ def together(count: int, work: Callable[..., None], *arguments: Any, codes: Sequ
     assert exits == expected, f"the processes ended with codes {exits}, expected {expected}; None is one that hung"
 
 
-def _one(rank: int, count: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _run_rank(rank: int, count: int, port: int, work: Callable[..., None], arguments: tuple[Any, ...]) -> None:
     gc.freeze()  # the modules stay: engines collect what was replaced, which else takes as long as most of the work
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "GLOO_SOCKET_IFNAME": "lo"}

@@ -45,7 +45,7 @@ STORIES = {
 KINDS = ("ddp", "fsdp")
 
 
-def dear(run: Run, when: str, real=Run.controller_loss, **more) -> float:
+def raised_loss(run: Run, when: str, real=Run.controller_loss, **more) -> float:
     """Return the controller loss, as if the first freeze had raised it."""
     first = not any(event.kind == "undo" for event in on_rank0(lambda: run.events))
     return real(run, when, **more) + (0.5 if first and when in ("after_freeze", "before_undo") else 0.0)
@@ -55,11 +55,11 @@ def story(config: TrainConfig, name: str) -> dict:
     """Train one of STORIES."""
     with pytest.MonkeyPatch.context() as patch:
         if name == "undone":
-            patch.setattr(Run, "controller_loss", dear)
+            patch.setattr(Run, "controller_loss", raised_loss)
         return pretrain(replace(config, **STORIES[name], track_gradients=config.parallel != "fsdp"))
 
 
-class Watching:
+class BeforeUpdate:
     """Keep the run that `pretrain` makes, and do something before an update of it."""
 
     def __init__(self, patch: pytest.MonkeyPatch, update: int = 0, action=lambda run: None):
@@ -76,7 +76,7 @@ class Watching:
 
 def stopping(patch: pytest.MonkeyPatch, update: int, by: bool) -> None:
     """Let a signal come to this process before an update."""
-    Watching(patch, update, lambda run: by and os.kill(os.getpid(), signal.SIGTERM))
+    BeforeUpdate(patch, update, lambda run: by and os.kill(os.getpid(), signal.SIGTERM))
 
 
 def two(rank: int, folder: str, settings: dict) -> None:
@@ -93,9 +93,11 @@ def two(rank: int, folder: str, settings: dict) -> None:
                     patch.setattr(Path, "exists", lambda at, was=exists: not at.name.startswith("step-") and was(at))
                     patch.setattr("saf.train.run.read_events", lambda folder: [])
                     patch.setattr("saf.train.start.latest", lambda folder: None)
-                watching = Watching(patch)
-                alike([story(config(f"{name} {kind}", parallel=kind), name)["report_loss"], hash_of(watching.run)])
-                assert (watching.run.log is None) == (rank > 0)
+                watch = BeforeUpdate(patch)
+                same_on_all_ranks(
+                    [story(config(f"{name} {kind}", parallel=kind), name)["report_loss"], hash_of(watch.run)]
+                )
+                assert (watch.run.log is None) == (rank > 0)
     pretrain(config("low", freeze=LAYER, parallel="fsdp", precision="bf16", updates=4))
     with pytest.MonkeyPatch.context() as patch:
         stopping(patch, 9, rank == 1)
@@ -106,8 +108,8 @@ def two(rank: int, folder: str, settings: dict) -> None:
     assert bytes_held() == 8 * saf.preset("tiny").num_parameters, "half of 16 a parameter"
     for parallel in (Replicas(), Shards(torch.device("cpu"))):
         assert uneven_targets(rank, parallel) == pytest.approx(uneven_targets(0, Parallel(), every=1), rel=LOSSES)
-    outcomes = {"evaluated": alike(evaluated(settings["data"], f"{folder}/evaluated"))}
-    outcomes["frozen"] = alike(frozen_alike(rank))
+    outcomes = {"evaluated": same_on_all_ranks(evaluated(settings["data"], f"{folder}/evaluated"))}
+    outcomes["frozen"] = same_on_all_ranks(frozen_alike(rank))
     if rank == 0:
         Path(folder, "outcomes.json").write_text(json.dumps(outcomes))
     errors_and_slow_work_of_rank_0(rank)
@@ -121,7 +123,7 @@ def four(rank: int, config: TrainConfig) -> None:
     pretrain(replace(config, parallel="fsdp", **STORIES["pruned"]), resume=True)
 
 
-def alike(value):
+def same_on_all_ranks(value):
     """Return the value, which must be the same on all ranks."""
     assert all(each == value for each in all_gather(value))
     return value
@@ -247,18 +249,18 @@ def failures(rank: int, config) -> None:
                 engine = run.updater.engine
                 run.updater.engine = replace(engine, forward=lambda *a, **k: engine.forward(*a, **k) * float("nan"))
 
-        watching = Watching(patch, 4, poison)
+        watch = BeforeUpdate(patch, 4, poison)
         with pytest.raises(DivergenceError, match="update 4 was not applied"):
             pretrain(config("diverged"))
-        assert watching.run.update == 3
+        assert watch.run.update == 3
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(editing, "install_", lambda *_, **__: fail(UnsupportedError("no room for the tables")))
-        watching = Watching(patch)
+        watch = BeforeUpdate(patch)
         with pytest.raises(UnsupportedError, match="no room for the tables"):
             pretrain(config("refused", freeze=FREEZE))
-        before = load_model(watching.run.checkpoints / "step-6").state_dict()
-        assert digest(before.values()) == digest(watching.run.model.state_dict().values()), "rank 0 undid its edit"
+        before = load_model(watch.run.checkpoints / "step-6").state_dict()
+        assert digest(before.values()) == digest(watch.run.model.state_dict().values()), "rank 0 undid its edit"
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr("saf.train.loop.plan_calibration", lambda *_, **__: {}["plan"])

@@ -25,7 +25,7 @@ from saf.patterns import CompactPattern
 from saf.records.files import remove_leftovers_
 from saf.surgery import install_, uninstall_
 from saf.train.step import build_optimizer, step_if_finite_
-from tests.train.helpers import begin
+from tests.train.helpers import start_process
 
 SHAPE = {"vocab_size": 64, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_length": 16}
 FILES = ("model.safetensors", "optimizer.safetensors", "saf.safetensors", "saf.json", "state.json")
@@ -150,7 +150,7 @@ def killed_during_a_write(folder: Path) -> None:
 
 def test_killed_during_a_write(tmp_path):
     """A process killed in the middle leaves a folder that nobody takes for a checkpoint."""
-    process = begin(killed_during_a_write, tmp_path)
+    process = start_process(killed_during_a_write, tmp_path)
     process.join()
     assert process.exitcode == -signal.SIGKILL
     assert len(os.listdir(tmp_path)) == 2

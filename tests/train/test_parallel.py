@@ -15,7 +15,7 @@ from saf.records.files import read_json, read_lines
 from saf.records.run import read_events
 from saf.train import TrainConfig, latest, open_checkpoint, pretrain
 from tests.train.conftest import SMALL
-from tests.train.helpers import together
+from tests.train.helpers import run_ranks
 from tests.train.parallel_stories import (
     KINDS,
     LAYER,
@@ -48,7 +48,7 @@ def stories(data, tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         stopping(patch, 4, by=True)
         assert pretrain(config("begun", freeze=LAYER))["stopped_at"] == 4
-    together(2, two, str(folder), settings, codes=(0, 9))
+    run_ranks(2, two, str(folder), settings, codes=(0, 9))
     return folder, config
 
 
@@ -88,7 +88,7 @@ def test_any_number_of_ranks_goes_on_where_others_stopped(stories):
     folder, config = stories
     pretrain(config("begun", freeze=LAYER), resume=True)
     assert numbers(folder / "begun") == pytest.approx(numbers(folder / "layer"), rel=LOSSES)
-    together(4, four, config("four"))
+    run_ranks(4, four, config("four"))
     assert events(folder / "four") == events(folder / "pruned")
     assert numbers(folder / "four") == pytest.approx(numbers(folder / "pruned"), rel=LOSSES)
 

@@ -19,7 +19,7 @@ from saf.freeze_config import FreezeConfig
 from saf.records.files import locked, read_json, read_lines
 from saf.schedules import OneTime
 from saf.train import continue_from, latest, pretrain
-from tests.train.helpers import begin, killed, killed_and_resumed
+from tests.train.helpers import killed, killed_and_resumed, start_process
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
 EXPONENTIAL = FreezeConfig(rate=0.25, storage="exponential", max_fit_kl=9)
@@ -71,13 +71,13 @@ def test_killed_process_resumes(settings, finished, outcome):
     config = settings(freeze=FREEZE, keep=0)
     rng = random.Random(0)
     for _ in range(2):
-        process = begin(resumed, config)
+        process = start_process(resumed, config)
         while process.is_alive() and not read_lines(Path(config.out) / "metrics.jsonl"):
             time.sleep(0.005)
         time.sleep(rng.uniform(0.0, 0.15))
         process.kill()
         process.join()
-    process = begin(resumed, config)
+    process = start_process(resumed, config)
     process.join()
     assert process.exitcode == 0
     assert outcome(config.out) == outcome(folder)

@@ -25,7 +25,7 @@ from saf.tasks import MQARSettings
 from saf.tasks.text import read_evaluation
 from saf.train import continue_from, load_model, open_checkpoint, pretrain
 from saf.train.run import Run
-from tests.train.helpers import brisk, events_of, killed_and_resumed
+from tests.train.helpers import decide_quickly, events_of, killed_and_resumed
 
 FREEZE = FreezeConfig(rate=0.25, max_fit_kl=10.0)
 HALF = FreezeConfig(rate=0.5, max_fit_kl=10.0)
@@ -233,7 +233,7 @@ def test_a_run_whose_groups_were_all_undone_is_the_ordinary_run(settings, finish
 
 
 def test_train_loss_freezes_at_a_plateau_and_undoes_what_is_not_absorbed(settings, outcome, monkeypatch):
-    brisk(monkeypatch)
+    decide_quickly(monkeypatch)
     few = {"updates": 40, "batch_size": 1, "accumulation": 1, "eval_every": 0, "save_every": 34, "eval_windows": 1}
 
     def quick(name):
