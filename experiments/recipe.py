@@ -62,14 +62,32 @@ def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
     return tuple(table)
 
 
+Curves = Mapping[str, Mapping[str, tuple[str, str]]]
+"""Lines of a panel by name: arm and metric of each tick."""
+
+
+def curves(ticks: Mapping[str, str], text: str) -> Curves:
+    """Return the lines of a panel from a table of `line`, `arm` and `metric`.
+
+    In names of arms and metrics "{tick}" stands for what belongs to each tick: `ticks` has it by the tick's label.
+    """
+    panel = {}
+    for each in lines(text):
+        panel[each["line"]] = {
+            label: (each["arm"].format(tick=tick), each["metric"].format(tick=tick)) for label, tick in ticks.items()
+        }
+    return panel
+
+
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """Numbers of a table as lines: by panel, line and tick, the arm and metric of each."""
+    """Numbers of a table as lines, in panels."""
 
     name: str
     title: str
     across: str
-    panels: Mapping[str, Mapping[str, Mapping[str, tuple[str, str]]]]
+    panels: Mapping[str, Curves]
+    """By title."""
     alike: bool = True
     """Whether all panels have one vertical axis."""
     joined: bool = True

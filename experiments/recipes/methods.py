@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from experiments.arms import PATTERNS, tracked_arm
 from experiments.measurements import Measurement, Number, Reference, changes, checkpoint
 from experiments.paper import GEOMETRY_CORRELATIONS, QUALITY, Source, lines, split_words
-from experiments.recipe import Figure, Recipe, Row, rows
+from experiments.recipe import Figure, Recipe, Row, curves, rows
 
 RECIPES: dict[str, Recipe] = {}
 ORDINARY = Row(arm="4k-ordinary", label="ordinary")
@@ -180,6 +180,14 @@ _DISTANCES = {
     "hellinger": "squared Hellinger",
     "total_variation": "total variation",
 }
+_BY_PATTERN = """
+    line              | arm                         | metric
+    mean              | 4k-mean-{tick}              | delta
+    sharp mean        | 4k-sharp-mean-{tick}        | delta
+    gaussian          | 4k-gaussian-{tick}          | delta
+    dirichlet         | 4k-dirichlet-{tick}         | delta
+    structured random | 4k-structured-random-{tick} | delta
+"""
 # The paper's numbers by pattern and rate; it gives no others.
 _PRIOR_PAPER = {("mean", "25"): {"delta": "+0.665", "perplexity": "24.1165"}, ("mean", "50"): {"delta": "+2.649"}}
 
@@ -220,11 +228,8 @@ RECIPES["rates_and_patterns"] = Recipe(
             across="heads frozen",
             alike=False,
             panels={
-                title: {
-                    pattern.replace("-", " "): {f"{rate}%": (f"4k-{pattern}-{rate}", "delta") for rate in rates}
-                    for pattern in _PATTERNS
-                }
-                for title, rates in (("to 50%", _RATES[:3]), ("all rates", _RATES))
+                "to 50%": curves({f"{rate}%": rate for rate in _RATES[:3]}, _BY_PATTERN),
+                "all rates": curves({f"{rate}%": rate for rate in _RATES}, _BY_PATTERN),
             },
         ),
     ),

@@ -13,7 +13,7 @@ from itertools import product
 from experiments.arms import PEAK_RATES, WARMUPS, control_trunk
 from experiments.measurements import Measurement, Number, run_of
 from experiments.paper import COSTS, ONE_B_TEXT, QUALITY, Source, split_words
-from experiments.recipe import Figure, Recipe, Row, rows
+from experiments.recipe import Figure, Recipe, Row, curves, rows
 
 RECIPES: dict[str, Recipe] = {}
 
@@ -283,13 +283,8 @@ def _context(k: str, *further_columns: str) -> tuple[Row, ...]:
     return timed + rows(_AT_TOKENS.format(**names), more_tokens=more)
 
 
-_LINES = {
-    "frozen": ("mean", "delta"),
-    "pruned": ("pruned", "delta"),
-    "frozen, estimated at 0.14%": ("mean", "estimate_at_paper_gain"),
-    "pruned, estimated at 0.14%": ("pruned", "estimate_at_paper_gain"),
-}
-"""Lines of the figure `contexts`: the part of their arms' names, and the metric."""
+_CONTEXTS = {"4K": "4k", "8K": "8k", "16K": "16k"}
+"""Ticks of a figure."""
 
 RECIPES["matched_time"] = Recipe(
     title="Controls at matched time",
@@ -316,11 +311,26 @@ RECIPES["matched_time"] = Recipe(
             title="Change of perplexity at matched time, %",
             across="tokens of context",
             panels={
-                f"{rate}% of heads": {
-                    line: {k.upper(): (f"{k}-{operation}-{rate}-time", metric) for k in ("4k", "8k", "16k")}
-                    for line, (operation, metric) in _LINES.items()
-                }
-                for rate in ("25", "50")
+                "25% of heads": curves(
+                    _CONTEXTS,
+                    """
+                    line                       | arm                   | metric
+                    frozen                     | {tick}-mean-25-time   | delta
+                    pruned                     | {tick}-pruned-25-time | delta
+                    frozen, estimated at 0.14% | {tick}-mean-25-time   | estimate_at_paper_gain
+                    pruned, estimated at 0.14% | {tick}-pruned-25-time | estimate_at_paper_gain
+                    """,
+                ),
+                "50% of heads": curves(
+                    _CONTEXTS,
+                    """
+                    line                       | arm                   | metric
+                    frozen                     | {tick}-mean-50-time   | delta
+                    pruned                     | {tick}-pruned-50-time | delta
+                    frozen, estimated at 0.14% | {tick}-mean-50-time   | estimate_at_paper_gain
+                    pruned, estimated at 0.14% | {tick}-pruned-50-time | estimate_at_paper_gain
+                    """,
+                ),
             },
         ),
     ),
@@ -371,8 +381,6 @@ _OWN_CLOCK = """
 """
 _ENDS = {"tokens": "", "time": "-time"}
 """Ticks of the figure `arms`: the ending of their arms."""
-_DRAWN = {"frozen": "exponential-{}", "pruned": "exponential-{}-pruned", "pruned by gate-Taylor": "gate-taylor-{}"}
-"""Lines of the figure `arms`: their arms by rate."""
 
 
 def _answer_rows(k: str) -> Iterator[Row]:
@@ -405,12 +413,42 @@ RECIPES["answer"] = Recipe(
             title="Change of perplexity from ordinary attention, %, with 95% intervals",
             across="matched",
             panels={
-                f"{k.upper()} of context, {rate}% of heads": {
-                    line: {clock: (f"{k}-{arm.format(rate)}{end}", "delta") for clock, end in _ENDS.items()}
-                    for line, arm in _DRAWN.items()
-                }
-                for k in ("16k", "4k")
-                for rate in ("50", "25")
+                "16K of context, 50% of heads": curves(
+                    _ENDS,
+                    """
+                    line                  | arm                             | metric
+                    frozen                | 16k-exponential-50{tick}        | delta
+                    pruned                | 16k-exponential-50-pruned{tick} | delta
+                    pruned by gate-Taylor | 16k-gate-taylor-50{tick}        | delta
+                    """,
+                ),
+                "16K of context, 25% of heads": curves(
+                    _ENDS,
+                    """
+                    line                  | arm                             | metric
+                    frozen                | 16k-exponential-25{tick}        | delta
+                    pruned                | 16k-exponential-25-pruned{tick} | delta
+                    pruned by gate-Taylor | 16k-gate-taylor-25{tick}        | delta
+                    """,
+                ),
+                "4K of context, 50% of heads": curves(
+                    _ENDS,
+                    """
+                    line                  | arm                            | metric
+                    frozen                | 4k-exponential-50{tick}        | delta
+                    pruned                | 4k-exponential-50-pruned{tick} | delta
+                    pruned by gate-Taylor | 4k-gate-taylor-50{tick}        | delta
+                    """,
+                ),
+                "4K of context, 25% of heads": curves(
+                    _ENDS,
+                    """
+                    line                  | arm                            | metric
+                    frozen                | 4k-exponential-25{tick}        | delta
+                    pruned                | 4k-exponential-25-pruned{tick} | delta
+                    pruned by gate-Taylor | 4k-gate-taylor-25{tick}        | delta
+                    """,
+                ),
             },
             joined=False,
         ),

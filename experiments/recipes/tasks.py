@@ -1,9 +1,9 @@
 """Recipes of models after pretraining: finetuning on questions, and associative recall."""
 
-from experiments.arms import CONTEXTS, DOWNSTREAM, LATER_ARMS, RECOVERY
+from experiments.arms import CONTEXTS, DOWNSTREAM, RECOVERY
 from experiments.measurements import DATA, Measurement, Number, file_of
 from experiments.paper import FINETUNING_UPDATES, Source, lines, split_words
-from experiments.recipe import Figure, Recipe, Row, rows
+from experiments.recipe import Figure, Recipe, Row, curves, rows
 from experiments.records import RECALL, RECALL_METRICS, recall_metric
 
 RECIPES: dict[str, Recipe] = {}
@@ -248,26 +248,23 @@ RECIPES["scale_up_downstream"] = Recipe(
 # --- associative recall
 
 
-def _recall_figure(learnt: dict[str, str], replaced: dict[str, str]) -> Figure:
+def _recall_figure(learnt: str, replaced: str) -> Figure:
     """Return the figure of recall by pairs in 512 tokens, the paper's fig:mqar-generalisation.
 
-    Both arguments have arms by the names of their lines: those that learnt recall with the heads they have, and those
-    whose heads were replaced after learning, without further training.
+    Both tables are lines: models that learnt recall with the heads they have, and models whose heads were replaced
+    after learning, without further training.
     """
-    tests = {str(pairs): recall_metric(length, pairs) for length, pairs in RECALL if length == RECALL[0][0]}
-    panels = {"learnt with these heads": learnt, "heads replaced after learning, untrained": replaced}
+    pairs = {str(pairs): str(pairs) for length, pairs in RECALL if length == 512}
     return Figure(
         name="recall",
         title="Recall in 512 tokens, %, of models that learnt 8 pairs",
         across="pairs",
         panels={
-            title: {line: {tick: (arm, metric) for tick, metric in tests.items()} for line, arm in arms.items()}
-            for title, arms in panels.items()
+            "learnt with these heads": curves(pairs, learnt),
+            "heads replaced after learning, untrained": curves(pairs, replaced),
         },
     )
 
-
-_LABELS = dict(zip(LATER_ARMS, ("ordinary", "mean 25%", "pruning 25%", "gate-Taylor 25%"), strict=True))
 
 RECIPES["recall"] = Recipe(
     title="Associative recall",
@@ -328,16 +325,44 @@ RECIPES["recall"] = Recipe(
             recovery-gate-taylor-25@2 | 99.17        | 96.61         | 87.96         | 46.50
             recovery-gate-taylor-25@3 | 99.76        | 97.09         | 88.33         | 48.14
             """,
-            "\n".join(
-                ["label", *(f"{label}, {n} updates after replacement" for label in _LABELS.values() for n in RECOVERY)]
-            ),
+            """
+            label
+            ordinary, 0 updates after replacement
+            ordinary, 50 updates after replacement
+            ordinary, 200 updates after replacement
+            ordinary, 500 updates after replacement
+            mean 25%, 0 updates after replacement
+            mean 25%, 50 updates after replacement
+            mean 25%, 200 updates after replacement
+            mean 25%, 500 updates after replacement
+            pruning 25%, 0 updates after replacement
+            pruning 25%, 50 updates after replacement
+            pruning 25%, 200 updates after replacement
+            pruning 25%, 500 updates after replacement
+            gate-Taylor 25%, 0 updates after replacement
+            gate-Taylor 25%, 50 updates after replacement
+            gate-Taylor 25%, 200 updates after replacement
+            gate-Taylor 25%, 500 updates after replacement
+            """,
             first_seed=True,
         ),
     ),
     figures=(
         _recall_figure(
-            {_LABELS[model]: f"recall-later-{model}" for model in LATER_ARMS},
-            {_LABELS[model]: f"recovery-{model}@0" for model in LATER_ARMS},
+            """
+            line            | arm                         | metric
+            ordinary        | recall-later-ordinary       | recall 512 {tick}
+            mean 25%        | recall-later-mean-25        | recall 512 {tick}
+            pruning 25%     | recall-later-pruned-25      | recall 512 {tick}
+            gate-Taylor 25% | recall-later-gate-taylor-25 | recall 512 {tick}
+            """,
+            """
+            line            | arm                       | metric
+            ordinary        | recovery-ordinary@0       | recall 512 {tick}
+            mean 25%        | recovery-mean-25@0        | recall 512 {tick}
+            pruning 25%     | recovery-pruned-25@0      | recall 512 {tick}
+            gate-Taylor 25% | recovery-gate-taylor-25@0 | recall 512 {tick}
+            """,
         ),
     ),
     metrics=(*RECALL_METRICS, *(f"{recall_metric(512, pairs)} seeds" for pairs in (24, 32, 48, 64)), "gate", "heads"),
@@ -377,6 +402,11 @@ RECIPES["recall_patterns"] = Recipe(
 
 # --- pretraining, tasks, and heads replaced after recall was learnt: one chain for each seed, half an hour of a GPU
 
+_STAGE_POINTS = """
+    line       | arm                     | metric
+    frozen 25% | stages-{tick}-mean-25   | points
+    pruned 25% | stages-{tick}-pruned-25 | points
+"""
 _STAGED = {"ordinary": "ordinary", "mean-25": "frozen 25%", "pruned-25": "pruned 25%"}
 
 RECIPES["stages"] = Recipe(
@@ -402,16 +432,21 @@ RECIPES["stages"] = Recipe(
             title="Accuracy on tasks: points from ordinary attention",
             across="",
             joined=False,
-            panels={
-                "": {
-                    _STAGED[model]: {title: (f"stages-{task}-{model}", "points") for task, title in TITLES.items()}
-                    for model in ("mean-25", "pruned-25")
-                }
-            },
+            panels={"": curves({title: task for task, title in TITLES.items()}, _STAGE_POINTS)},
         ),
         _recall_figure(
-            {label: f"stages-mqar-{model}" for model, label in _STAGED.items()},
-            {label: f"stages-recovery-{model}@0" for model, label in _STAGED.items()},
+            """
+            line       | arm                   | metric
+            ordinary   | stages-mqar-ordinary  | recall 512 {tick}
+            frozen 25% | stages-mqar-mean-25   | recall 512 {tick}
+            pruned 25% | stages-mqar-pruned-25 | recall 512 {tick}
+            """,
+            """
+            line       | arm                         | metric
+            ordinary   | stages-recovery-ordinary@0  | recall 512 {tick}
+            frozen 25% | stages-recovery-mean-25@0   | recall 512 {tick}
+            pruned 25% | stages-recovery-pruned-25@0 | recall 512 {tick}
+            """,
         ),
     ),
     metrics=("perplexity", "delta", "accuracy", "points", *RECALL_METRICS, "gate", "heads"),
