@@ -179,20 +179,15 @@ def compare(session: "Session", case: Case, *, pairs: int, tolerance: float, pro
 
 
 def _ready(session: "Session", case: Case) -> dict[Arm, Subject]:
-    """Build all arms, then warm up each; return those that run."""
-    arms = dict.fromkeys(arm for comparison in case.comparisons for arm in comparison)
-    # Two loops, because building an arm resets the compiler (`Passes`), which drops what others had compiled.
-    built: dict[Arm, Subject] = {}
-    for arm in arms:
-        with session.attempt(f"{case.name}: {arm.name}"):
-            built[arm] = case.build(arm)
+    """Build and warm up all arms of a case; return those that run."""
     ready = {}
-    for arm, subject in built.items():
+    for arm in dict.fromkeys(arm for comparison in case.comparisons for arm in comparison):
         began = session.spent
         with session.attempt(f"{case.name}: {arm.name}"):
+            subject = case.build(arm)
             subject.warm_up()
             ready[arm] = subject
-        session.log(f"{case.name} warmed up: {arm.name}, {session.spent - began:.1f} s")
+            session.log(f"{case.name} warmed up: {arm.name}, {session.spent - began:.1f} s")
     return ready
 
 

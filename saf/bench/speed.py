@@ -120,7 +120,7 @@ class Speed:
 
     def check(self) -> None:
         kernels, known = [*self.kernels, *(self.others or [])], ["auto", FLEX, *KERNELS]
-        if self.kind == "decode":  # it takes no more than a few queries a sequence
+        if self.kind == "decode":  # a kernel for few queries after a cache
             known.append(FLASH_DECODE)
         for name in kernels:
             check_name("attention kernel", name, known)
@@ -229,9 +229,8 @@ class ModelSpeed(Speed):
 
     def check(self) -> None:
         super().check()
-        require(
-            not (is_folder(self.model) and self.num_layers), "num_layers must be left out: a folder has its own layers"
-        )
+        cut = is_folder(self.model) and self.num_layers is not None
+        require(not cut, "num_layers must be left out: a folder has its own layers")
         require(self.pairs > 0 or self.memory, "pairs must be at least 1 unless memory is measured")
         require(self.cuda or not self.memory, "memory is measured on CUDA alone; leave it out")
         self.variants()

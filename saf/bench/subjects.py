@@ -77,8 +77,7 @@ class Update(ModelSpeed):
 
     @property
     def execution(self) -> Execution:
-        again = self.activation_checkpointing
-        return Execution.of(self.device, compile=self.compile, activation_checkpointing=again)
+        return replace(super().execution, activation_checkpointing=self.activation_checkpointing)
 
     def check(self) -> None:
         super().check()
@@ -208,8 +207,6 @@ class Passes(Subject):
         self.model, self.facts = model, facts or {}
         self._settings, self._inputs, self._execution, self._pool = settings, inputs, execution, pool
         self._calls: dict[str, tuple[Call, int, int]] = {}
-        if execution.compile:
-            torch._dynamo.reset()  # what an earlier point compiled
 
     def _program(self) -> Call:
         forward = self.model.compiled() if self._execution.compile else self.model
