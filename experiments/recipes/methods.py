@@ -382,7 +382,6 @@ _WITH_EXTRA_TOKENS = """
 RECIPES["better"] = Recipe(
     title="Variants of the paper's method",
     source=QUALITY,
-    quoted=(QUALITY.label,),
     rows=(
         Row(arm="4k-tracked-ordinary", label="ordinary"),
         *rows(_VARIANTS_25, reference="4k-tracked-ordinary"),
