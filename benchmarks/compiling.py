@@ -89,6 +89,7 @@ def events(settings: Compiling, form: str, point: Point, caches: str | None = No
         model=model, optimizer=build_optimizer(model), batches=cycle(tokens), execution=execution,
         accumulation=accumulation, clip=CLIP,
     )  # fmt: skip
+    # The start is no event: it is what any compiled training pays.
     results: dict[str, Any] = {"start": stand_still(updater) | {"frozen": 0}}
     layers, heads = plan.shape.num_layers, plan.shape.num_heads
     counts = heads_per_layer(num_layers=layers, num_heads=heads, rate=RATE)
@@ -118,6 +119,7 @@ def stand_still(updater: Updater) -> dict[str, float]:
     # Each update is timed alone, to tell those that compile from those at full speed.
     seconds = [1e-3 * updates_in_a_row(updater, 1) for _ in range(AFTER)]
     speed = statistics.median(seconds[AFTER // 2 :])
+    # Beyond as many updates at full speed; updates that are faster than their median by chance count against it.
     lost = prepared + sum(each - speed for each in seconds)
     return {"lost_s": lost, "first_s": seconds[0], "update_s": speed}
 

@@ -89,7 +89,7 @@ class Finetuning(ModelSpeed):
         finetuning = FinetuneSettings(test=self.test, tokenizer=self.tokenizer, **own)
         config = TrainConfig(data=self.data, out="", task=self.task, finetuning=finetuning, batch_size=size)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", SafWarning)  # skipped test examples matter to no time
+            warnings.simplefilter("ignore", SafWarning)  # of skipped test examples, which no time depends on
             task: Any = TASKS[self.task](config, length=self.length)
         batches = {}
         # The seed decides the order alone, so the examples are read and encoded once.
@@ -136,6 +136,7 @@ class FinetuneSubject(UpdateSubject):
         return super().timed_block(variant)
 
     def kernels(self) -> list[dict[str, Any]]:
+        # A whole block, as its updates have batches of different lengths; tables divide by `repeats`.
         updater = list(self.updaters.values())[-1]
         block = [updater] * self.settings.repeats
         return kernels_of(lambda: [each.update(LEARNING_RATE) for each in block], self.device)

@@ -101,6 +101,7 @@ def main() -> int:
         return 1 if wrong else 0
     print("| mutation | file | noticed by | seconds |\n|---|---|---|---|")
     survivors = 0
+    # One copy for all: each mutation is undone after its tests, which takes no time.
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         copy_tree(folder)

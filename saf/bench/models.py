@@ -194,6 +194,7 @@ class ModelPlan:
             edited, pruned = HeadSet(self.folder.frozen) | self.folder.pruned, self.folder.pruned
         else:
             edited, pruned = self._drawn_heads(arm.rate), HeadSet()
+        # What a folder pruned stays pruned in every arm; the arm "pruned" prunes its frozen heads, too.
         return (HeadSet(), edited) if arm.backend == PRUNED else (edited - pruned, pruned)
 
     def _drawn_heads(self, rate: float) -> HeadSet:
@@ -211,7 +212,7 @@ class ModelPlan:
     def tokens(self, count: int, batch_size: int, *, seed: int | None = None) -> list[tuple[Tensor, Tensor]]:
         """Draw `count` micro-batches of inputs and targets, each `[batch_size, length]`, on the device."""
         generator = torch.Generator().manual_seed(self.seed if seed is None else seed)
-        size = (count, batch_size, self.length + 1)
+        size = (count, batch_size, self.length + 1)  # targets are the inputs, one token later
         windows = torch.randint(self.shape.vocab_size, size, generator=generator).to(self.device)
         return [(window[:, :-1], window[:, 1:]) for window in windows]
 
@@ -327,7 +328,7 @@ def synthetic_patterns(
     frequency = BASE ** -(0.05 + 0.4 * pair)
     rho = -(0.3 + 0.9 * slope) * torch.log1p(position) + 0.3 * ripple * torch.cos(frequency * position)
     alpha = 0.1 * torch.randn(count, length, dtype=torch.float64, generator=generator).to(device)
-    alpha[:, 0] += 3.0
+    alpha[:, 0] += 3.0  # the attention sink: each key gets exp(alpha), the first one twenty times as much
     return CompactPattern.from_parameters(alpha, rho)
 
 

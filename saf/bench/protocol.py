@@ -268,7 +268,7 @@ def _record_kernels(session: "Session", case: Case, arm: Arm, subject: Subject) 
     session.kernels.append(
         {**case.fields, "arm": arm.name, "kernel_seen": seen, "attention": names, "kernels": kernels}
     )
-    if seen is False:
+    if seen is False:  # None where no kernel is pinned, or the device shows no names
         session.log(f"{case.name} warning: the kernels of {arm.name} do not show {arm.kernel}")
     session.save()
 
@@ -439,6 +439,7 @@ def event_block(call: Call, *, repeats: int, device: torch.device, rest_ms: floa
     time.sleep(1e-3 * rest_ms)
     if device.type != "cuda":
         return wall_block(call, repeats=repeats, device=device)
+    # Events, not the host's clock: calls of microseconds are submitted without waiting for the one before.
     events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
     for start, end in events:
         start.record()

@@ -133,7 +133,7 @@ def read_heads(words: Sequence[str]) -> tuple[Head, ...]:
         if re.fullmatch(r"\d+:\d+", word):
             layer, head = map(int, word.split(":"))
             heads.append((layer, head))
-        elif path.suffix == ".jsonl" or path.is_dir():
+        elif path.suffix == ".jsonl" or path.is_dir():  # heads that stand at the end: undone ones are left out
             heads += [(layer, head) for layer, head in heads_of_record(path)]
         elif path.is_file():
             content = read_json_value(path)
@@ -155,6 +155,7 @@ def _read_options(words: Sequence[str]) -> dict[str, Any]:
 
 
 def _value(word: str) -> Any:
+    # Numbers, booleans and lists by JSON; names need no quotes.
     try:
         return json.loads(word)
     except ValueError:

@@ -121,6 +121,7 @@ def parse_words(words: Sequence[str]) -> Command:
     flags = parse(Command, words, prog="saf pretrain", default=default, first=first)
     changes = changes_of(flags, default or TrainFlags(data="", out=""))
     if base is None:
+        # Of changes alone: `flags` has `NOTHING_FROZEN` where an ordinary arm has None.
         flags.config = TrainConfig(**{**changes, "data": flags.data, "out": flags.out})
         return flags
     if not early.resumed or (base.parent and early.parent and refers_to_checkpoint(early.parent, base.parent)):
@@ -149,6 +150,7 @@ class EarlyFlags:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> "EarlyFlags":
+        # All other words are left to the parser of the whole command, --help among them.
         early, _ = tyro.cli(cls, args=words, add_help=False, return_unknown_args=True)
         return early
 
