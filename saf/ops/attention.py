@@ -50,7 +50,7 @@ class Call(NamedTuple):
     @property
     def whole(self) -> bool:
         """Return whether there is a query for every position."""
-        # `visible` marks a cache of fixed size, which has empty positions even where the counts agree.
+        # In a cache of fixed size, which has `visible`, the device alone knows where queries stand.
         return self.position.visible is None and self.position.count == self.value.shape[-2]
 
     @property
@@ -239,7 +239,7 @@ def _one_launch(call: Call, frozen: FrozenHeads, part: FrozenPart) -> Tensor | N
         if not (call.plain and one_backend) or torch.is_grad_enabled() or autocast:
             return None
     query, key = call.query.to(value.dtype), call.key.to(value.dtype)  # as autocast does: they may be wider
-    # Pruned heads may leave value heads behind that no slot reads; the launch's maps end with the last one read.
+    # The launch's maps end with the last value head that a slot reads.
     count = max(call.live_kv + call.frozen_kv) + 1
     value = value if count == value.shape[1] else value[:, :count]
     if mixes_live:
@@ -286,8 +286,8 @@ def _frozen(
         heads = tuple(frozen_kv[slot] for slot in part.slots)
         if call.state is not None and part.backend is BACKENDS["linear"]:
             assert frozen.kv_head is not None
-            # `frozen_kv` is -1 here: no cache holds what these slots read. The state has the new rows of every value
-            # head, in the layer's own order.
+            # Not `frozen_kv`, which is -1 where no cache holds what a slot reads: the state has the new rows of every
+            # value head, in the layer's own order.
             layer_kv = frozen.kv_head[-frozen.num_frozen :]
             heads = tuple(layer_kv[slot] for slot in part.slots)
             result = call.state.mix(heads, part.tables, position, call.whole)
