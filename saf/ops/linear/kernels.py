@@ -16,7 +16,7 @@ With REVERSE chunks are counted from the last position, so that the same kernels
 state of decoding after a prompt, `step_kernel` goes on from it row by row. Names are those of saf/ops/launch.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -79,48 +79,55 @@ def linear_matmul(
     if not out.numel():
         return out
     config = config or choose_config(length=length, columns=columns, heads=heads, dtype=x.dtype)
-    reach, rows, poles, powers = _sizes(tables)
-    constants = {
-        "D": dim, "C": rows, "P": poles, "BN": config.columns, "POWERS": powers, "REVERSE": transpose,
-        "PADDED": left_pad is not None, "EVEN_N": columns % config.columns == 0,
-        "PRECISION": product_precision(x.dtype),
-    }  # fmt: skip
     # Loads three chunks ahead: 5% sooner than two, and four are no better; float32 operands leave less room.
     exact = x.dtype == torch.float32
     states_stages, mix_stages, mix_warps = (2, 1, 8) if exact else (3, 3, 4)
-    blocks, stretches = cdiv(columns, config.columns), cdiv(cdiv(length, rows), config.stretch)
-    # The state at the end of every stretch but the last, which no other reads. The first stretch starts from zero, so
-    # that one of them alone needs no state.
-    states = before.new_empty(heads, max(1, stretches - 1), 2, poles, columns, dtype=torch.float32)
-    pad = before if left_pad is None else left_pad  # any pointer: unpadded kernels do not read it
-    if stretches > 1:
-        launch(
-            states_kernel, (stretches - 1, heads, blocks), x, before, pad, tables.write, tables.turns, states,
-            length, columns, config.stretch, reach - 1, *strides(x), before.stride(0), **constants,
-            STAGES=states_stages, num_warps=4, num_stages=states_stages, device=x.device,
-        )  # fmt: skip
-    if stretches > 2:
-        _scan(states, tables.turns, stretches - 1, config.stretch)
+    pad, constants = _constants(x, tables, before, left_pad, config.columns)
+    constants |= {"REVERSE": transpose, "EVEN_N": columns % config.columns == 0}
+    stretches = cdiv(cdiv(length, tables.chunk), config.stretch)
+    # No state of the last stretch, as no other reads it. Stretches of states end where the tiles of `mix_kernel` begin.
+    back = tables.num_tiles - 1
+    states = _states(x, tables, before, pad, stretches - 1, config.stretch, back, states_stages, constants)
     launch(
-        mix_kernel, (stretches, heads, blocks), x, before, pad, after, *tables, states, out, length, columns,
-        config.stretch, *strides(x, out), before.stride(0), after.stride(0), **constants, REACH=reach,
-        STAGES=mix_stages, num_warps=mix_warps, num_stages=mix_stages, device=x.device,
+        mix_kernel, (stretches, heads, cdiv(columns, config.columns)), x, before, pad, after, *tables, states, out,
+        length, columns, config.stretch, *strides(x, out), before.stride(0), after.stride(0), **constants,
+        REACH=tables.num_tiles, STAGES=mix_stages, num_warps=mix_warps, num_stages=mix_stages,
     )  # fmt: skip
     return out
 
 
-def _sizes(tables: LinearTables) -> tuple[int, int, int, int]:
-    """Return the sizes of tables: tiles N, rows of a chunk C, poles P, powers of M."""
-    return tables.num_tiles, tables.chunk, tables.write.shape[1] // 2, tables.turns.shape[1]
+def _constants(
+    x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, block: int
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return a pointer to the padding, and what launches with blocks of `block` columns have in common."""
+    constants = {
+        "D": x.shape[3], "C": tables.chunk, "P": tables.write.shape[1] // 2, "BN": block,
+        "POWERS": tables.turns.shape[1], "PADDED": left_pad is not None, "PRECISION": product_precision(x.dtype),
+        "device": x.device,
+    }  # fmt: skip
+    return before if left_pad is None else left_pad, constants  # any pointer: unpadded kernels do not read it
 
 
-def _scan(states: Tensor, turns: Tensor, stretches: int, stretch: int) -> None:
-    """Replace what each stretch adds, `states [F, stretches, 2, P, N]`, by the state at its end."""
-    heads, _, _, poles, columns = states.shape
-    launch(
-        scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), states, turns, columns, stretches, stretch,
-        P=poles, BN=SCAN_COLUMNS, POWERS=turns.shape[1], num_warps=4, device=states.device,
-    )  # fmt: skip
+def _states(
+    x: Tensor, tables: LinearTables, before: Tensor, pad: Tensor, stretches: int, stretch: int, back: int, stages: int,
+    constants: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """Return the state at the end of each stretch, `[F, stretches, 2, P, N]`; the first begins `back` chunks early."""
+    (batch, heads, length, dim), poles = x.shape, constants["P"]
+    columns = batch * dim
+    states = before.new_empty(heads, max(1, stretches), 2, poles, columns, dtype=torch.float32)
+    if stretches:
+        launch(
+            states_kernel, (stretches, heads, cdiv(columns, constants["BN"])), x, before, pad, tables.write,
+            tables.turns, states, length, columns, stretch, back, *strides(x), before.stride(0), **constants,
+            STAGES=stages, num_warps=4, num_stages=stages,
+        )  # fmt: skip
+    if stretches > 1:
+        launch(
+            scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), states, tables.turns, columns, stretches, stretch,
+            P=poles, BN=SCAN_COLUMNS, POWERS=constants["POWERS"], num_warps=4, device=x.device,
+        )  # fmt: skip
+    return states
 
 
 @triton.jit(do_not_specialize=["T", "stretch", "back"])
@@ -265,31 +272,18 @@ STEP_COLUMNS = 32
 def fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor) -> None:
     """Do `fill_state`, whose arguments these are; `ring` and `sums` are contiguous."""
     batch, heads, length, dim = x.shape
-    reach, rows, poles, powers = _sizes(tables)
-    columns = batch * dim
-    constants = {
-        "D": dim, "C": rows, "P": poles, "BN": STEP_COLUMNS, "POWERS": powers,
-        "PADDED": left_pad is not None, "EVEN_N": columns % STEP_COLUMNS == 0,
-        "PRECISION": product_precision(x.dtype), "num_warps": 4,
-    }  # fmt: skip
-    pad = before if left_pad is None else left_pad  # any pointer: unpadded kernels do not read it
+    columns, reach = batch * dim, tables.num_tiles
     blocks = cdiv(columns, STEP_COLUMNS)
-    chunks = max(0, (length - 1) // rows - reach)  # those in h_{c-1}, where c is the prompt's last chunk
+    pad, constants = _constants(x, tables, before, left_pad, STEP_COLUMNS)
+    constants |= {"EVEN_N": columns % STEP_COLUMNS == 0}
+    chunks = max(0, (length - 1) // tables.chunk - reach)  # those in h_{c-1}, where c is the prompt's last chunk
     stretch = _stretch(chunks, heads * blocks)
     stretches = cdiv(chunks, stretch)
-    states = before.new_empty(heads, max(1, stretches), 2, poles, columns)
-    operands = x, before, pad, tables.write, tables.turns, states
-    if stretches:
-        launch(
-            states_kernel, (stretches, heads, blocks), *operands, length, columns, stretch,
-            stretches * stretch - chunks, *strides(x), before.stride(0), **constants,
-            REVERSE=False, STAGES=2, num_stages=2, device=x.device,
-        )  # fmt: skip
-    if stretches > 1:
-        _scan(states, tables.turns, stretches, stretch)
+    back = stretches * stretch - chunks  # counted from the end, so that the last stretch ends with h_{c-1}
+    states = _states(x, tables, before, pad, stretches, stretch, back, 2, constants | {"REVERSE": False})
     launch(
-        fill_kernel, (heads, blocks), *operands, ring, sums, length, columns, stretches, *strides(x),
-        before.stride(0), **constants, REACH=reach, device=x.device,
+        fill_kernel, (heads, blocks), x, before, pad, tables.write, tables.turns, states, ring, sums, length, columns,
+        stretches, *strides(x), before.stride(0), **constants, REACH=reach, num_warps=4,
     )  # fmt: skip
 
 
@@ -299,16 +293,14 @@ def step(
 ) -> Tensor:  # fmt: skip
     """Do `step_state`, whose arguments these are; `first` is on the device or a number."""
     batch, heads, rows, dim = x.shape
-    reach, chunk, poles, powers = _sizes(tables)
     columns, on_device, out = batch * dim, isinstance(first, Tensor), heads_like(x, heads)
-    pad = before if left_pad is None else left_pad  # any pointer: unpadded kernels do not read it
+    pad, constants = _constants(x, tables, before, left_pad, STEP_COLUMNS)
     if out.numel():
         launch(
             step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, pad, after, *tables,
             first if on_device else before, ring, sums, out, rows, 0 if on_device else first, columns,
-            *strides(x, out), before.stride(0), after.stride(0),
-            D=dim, C=chunk, P=poles, BN=STEP_COLUMNS, REACH=reach, POWERS=powers, PADDED=left_pad is not None,
-            ON_DEVICE=on_device, PRECISION=product_precision(x.dtype), num_warps=4, device=x.device,
+            *strides(x, out), before.stride(0), after.stride(0), **constants, REACH=tables.num_tiles,
+            ON_DEVICE=on_device, num_warps=4,
         )  # fmt: skip
     return out
 
