@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from saf.calibration.capture import evaluation_mode
 from saf.errors import InputError, UnsupportedError
 from saf.machine import GraphPool, GraphReplay, own_program
 from saf.models.adapter import adapter_for, longest_input
@@ -62,22 +63,16 @@ class Prefill:
         if device.type != "cuda":
             raise UnsupportedError(f"a CUDA graph needs a model on CUDA; it is on {device}: call the model itself")
         self._input_ids = torch.zeros(self._shape, dtype=torch.long, device=device)
-        # A model may be training in part, so `train()` afterwards would not do.
-        modes = [(module, module.training) for module in model.modules()]
-        last = LastToken(model).eval()
+        last = LastToken(model)
         forward = last.compiled() if compile else last
 
         def run() -> Tensor:
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 return forward(self._input_ids)
 
-        try:
-            # In a graph few tokens take what is fastest on the device; a call takes what spares the host.
-            with for_graphs(model):
-                self._replay = GraphReplay(run, device=device, pool=GraphPool())
-        finally:
-            for module, training in modes:
-                module.training = training
+        # In a graph few tokens take what is fastest on the device; a call takes what spares the host.
+        with for_graphs(model), evaluation_mode(last):
+            self._replay = GraphReplay(run, device=device, pool=GraphPool())
 
     def __call__(self, input_ids: Tensor) -> Tensor:
         """Return the logits `[B, 1, V]` after `input_ids [B, T]`, in memory of their own."""

@@ -121,8 +121,6 @@ def attention_products(
     """
     parts = attention_parts(query, key, value, frozen, left_pad=left_pad, kernel=kernel)
     widths = [part.shape[1] * part.shape[-1] for part in parts]
-    if projection.ndim != 2 or projection.shape[1] != sum(widths):
-        raise InputError(f"projection must be [C, {sum(widths)}], columns slot by slot; got {list(projection.shape)}")
     # Without gradients few tokens are one part already (`_one_launch`), and more of them gain nothing by a copy.
     if torch.is_grad_enabled() and sum(part.numel() for part in parts) <= JOINED:
         parts, widths = (join_heads(*parts),), [sum(widths)]

@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from saf.bench.models import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
-from saf.ops import FrozenHeads, attention_products, frozen_attention, live_attention, mixed_attention
+from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.ops.heads import cached_order
 from saf.ops.operator import product_precision
 from saf.ops.positions import CachePosition
@@ -208,7 +208,6 @@ def test_layers_and_patterns_that_cannot_be_computed_are_refused(generator):
         "a multiple of value's 1": lambda: mixed_attention(query[:, :0], query, query, None),
         "were prepared for": lambda: frozen_attention(value.half(), frozen),
         "rows must be 0 to 30": lambda: frozen_attention(value, frozen, rows=31),
-        r"\[C, 24\]": lambda: attention_products(query, query, value, frozen, torch.randn(8, 16)),
         "leave left_pad out": lambda: frozen_attention(value, frozen, **cache),
         "backend must be one of .*got 'fast'": lambda: prepare(pattern, backend="fast"),
         "needs a CUDA device": lambda: prepare(pattern, backend="fused"),

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from saf.ops.backend import Tables, ValueHeads
-from saf.ops.heads import cached_order, unit_stride
+from saf.ops.heads import cached_order, heads_like, unit_stride
 from saf.ops.live import score_scale
 from saf.ops.operator import has_tangent, operator, uses_triton
 from saf.ops.positions import CachePosition
@@ -77,9 +77,7 @@ def unsupported_reason(
 
 
 def _heads_like(query, key, value, maps, patterns, *_) -> Tensor:
-    batch, live, rows, dim = query.shape
-    heads = live + (patterns[0].shape[0] if patterns else 0)
-    return value.new_empty(batch, rows, heads, dim).transpose(1, 2)
+    return heads_like(query, query.shape[1] + (patterns[0].shape[0] if patterns else 0))
 
 
 @operator("flash_decode", fake=_heads_like)
