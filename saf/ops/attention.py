@@ -160,19 +160,20 @@ def live_heads(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ..
     With fewer rows some queries are computed twice instead. `options` are those of `live_attention`.
     """
     used = tuple(sorted(set(live_kv)))
-    if live_kv == tuple(sorted(used * (len(live_kv) // max(1, len(used))))):
+    size = largest_group(live_kv)
+    if live_kv == tuple(head for head in used for _ in range(size)):
         return live_attention(query, key, take_heads(value, used), **options)
     if query.shape[-2] == key.shape[-2]:
         key = take_heads(key, tuple(map(used.index, live_kv)))
         return live_attention(query, key, take_heads(value, live_kv), **options)
     # After a cache keys are many and queries few: every group is filled up to the size of the largest by repeating its
     # last query, and no key is copied.
-    groups = [[slot for slot, head in enumerate(live_kv) if head == kv] for kv in used]
-    size = max(map(len, groups))
-    filled = [group + group[-1:] * (size - len(group)) for group in groups]
-    order = tuple(slot for group in filled for slot in group)
-    output = live_attention(take_heads(query, order), key, take_heads(value, used), **options)
-    return take_heads(output, tuple(map(order.index, range(len(live_kv)))))
+    order: list[int] = []
+    for head in used:
+        group = [slot for slot, each in enumerate(live_kv) if each == head]
+        order += group + group[-1:] * (size - len(group))
+    output = live_attention(take_heads(query, tuple(order)), key, take_heads(value, used), **options)
+    return take_heads(output, tuple(order.index(slot) for slot in range(len(live_kv))))
 
 
 # --- the decision
