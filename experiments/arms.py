@@ -108,19 +108,11 @@ LATER_REPORT = {"paper": {"report_tokens": 4_997_120}}
 # Small runs end with a tenth of 1e-3.
 LATER_SCALED = {"small": {"peak_lr": 1e-4}, **LATER_REPORT}
 ONE_BILLION = {
-    "model": "1b",
     # 524,288 tokens an update, as four GPUs with eight micro-batches of two windows each.
-    "batch_size": 2,
-    "accumulation": 32,
-    "updates": 37_512,
-    "peak_lr": 3e-4,
-    "min_lr_ratio": 0.1,
-    "warmup": 375,
-    "eval_every": 1_000,
-    "save_every": 500,
-    "calibration_sequences": 16,
-    "report_tokens": 4_194_304,
-}
+    "model": "1b", "batch_size": 2, "accumulation": 32, "updates": 37_512,
+    "peak_lr": 3e-4, "min_lr_ratio": 0.1, "warmup": 375,
+    "eval_every": 1_000, "save_every": 500, "calibration_sequences": 16, "report_tokens": 4_194_304,
+}  # fmt: skip
 
 # --- matched time
 
@@ -128,22 +120,16 @@ SPEEDS = {
     # Updates that 124M does while ordinary attention does one, in pairs on an H200 (results/bench/update-*.json). All
     # digits stay: rounded, a budget could lose an update, and a recorded run would be refused as one of other settings.
     ("4k", "freeze"): {
-        0.1: 1.0275594899232563,
-        0.25: 1.0810533293437499,
-        0.5: 1.181300651038013,
-        0.75: 1.3005081503257414,
+        0.1: 1.0275594899232563, 0.25: 1.0810533293437499, 0.5: 1.181300651038013, 0.75: 1.3005081503257414,
     },
     ("4k", "prune"): {
-        0.1: 1.0454085708553393,
-        0.25: 1.1270054291743925,
-        0.5: 1.282733116486198,
-        0.75: 1.5184881841571478,
+        0.1: 1.0454085708553393, 0.25: 1.1270054291743925, 0.5: 1.282733116486198, 0.75: 1.5184881841571478,
     },
     ("8k", "freeze"): {0.25: 1.09598793833239, 0.5: 1.255179336743242},
     ("8k", "prune"): {0.25: 1.1765567611282242, 0.5: 1.3681039659710192},
     ("16k", "freeze"): {0.25: 1.1445121501407156, 0.5: 1.3494597945837732, 0.75: 1.6422241495609335},
     ("16k", "prune"): {0.25: 1.1997970191803033, 0.5: 1.5259132776130593, 0.75: 2.0680495946028756},
-}
+}  # fmt: skip
 for _entry in read_json(Path(__file__).resolve().parents[1] / "results" / "bench" / "linear.json")["updates"]:
     # Heads frozen in linear time and the same heads pruned, measured in one run.
     for _kind in ("exponential", "pruned"):
@@ -349,17 +335,12 @@ _GRADIENT_SCORES = ("qk_gradient", "rank_sum", "gradient_veto")
 SCORES: dict[str, tuple[str, ...]] = {
     "1k": _GRADIENT_SCORES,
     "4k": (
-        "forward_kl",
-        "residual_cosine",
-        "relative_output_change",
-        "output_magnitude",
-        "redundancy",
-        "gate_taylor",
+        "forward_kl", "residual_cosine", "relative_output_change", "output_magnitude", "redundancy", "gate_taylor",
         *_GRADIENT_SCORES,
     ),
     "8k": ("forward_kl",),
     "16k": ("forward_kl",),
-}
+}  # fmt: skip
 """Scores that are compared with the variance, by context: as in the paper, and all of them at 4K."""
 
 
@@ -467,18 +448,12 @@ def _one_billion() -> Iterator[Arm]:
 # --- finetuning
 
 RECALL_SMOKE = {
-    "updates": 2,
-    "batch_size": 4,
+    "updates": 2, "batch_size": 4,
     "mqar": {
-        "length": 32,
-        "pairs": 2,
-        "vocabulary": 64,
-        "test_lengths": (32, 32),
-        "test_pairs": (2, 4),
-        "test_examples": 4,
-        "development": 4,
+        "length": 32, "pairs": 2, "vocabulary": 64,
+        "test_lengths": (32, 32), "test_pairs": (2, 4), "test_examples": 4, "development": 4,
     },
-}
+}  # fmt: skip
 TASK_SMOKE = {"batch_size": 4, "accumulation": 1, "epochs": 1, "most_examples": 64}
 RECOVERY = (0, 50, 200, 500)
 """Updates after which a model whose heads were replaced is tested."""

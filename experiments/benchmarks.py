@@ -39,6 +39,7 @@ def read_benchmarks(results: Path) -> list[Record]:
     paths = sorted((results / "bench").glob("*.json"), key=lambda path: natural_order(path.as_posix()))
     records: list[Any] = [{**read_json(path), "name": path.stem} for path in paths]
     devices = pd.Series([record["provenance"].get("device") for record in records], dtype=object)
+    # Only records of another device than most name theirs.
     usual = (*devices.mode()[:1], None)
     for record, device in zip(records, devices, strict=True):
         # A GPU's name without its maker's and its memory.
@@ -266,6 +267,7 @@ def compilation(records: Sequence[Record]) -> Tables:
     yield "", frame(events, ("model", "point", "compiled", "cache on disk", "event"))
     pairs = []
     for name, row in _rows(records, "compile", "pair"):
+        # The control says how far two equal models differ, and has no line of its own.
         if row.get("control"):
             continue
         cells = {"model": row["model"], "point": shape(row["point"]), "frozen": f"{100 * row['rate']:g}%"}

@@ -20,13 +20,9 @@ from experiments.records import Record
 from experiments.tables import RecipeTable
 
 STYLE: Any = {
-    "svg.fonttype": "none",
-    "svg.hashsalt": "saf",  # the same picture has the same ids
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-}
+    "svg.fonttype": "none", "svg.hashsalt": "saf",  # the same picture has the same ids
+    "font.size": 8, "axes.titlesize": 8, "axes.spines.top": False, "axes.spines.right": False,
+}  # fmt: skip
 
 
 def svg(draw: Callable[[], Canvas]) -> str:
@@ -52,6 +48,7 @@ def recipe_figure(figure: Figure, table: RecipeTable) -> str | None:
             points = table.summary.loc[[(labels[arm], metric) for arm, metric in ticks.values()]].assign(tick=[*ticks])
             panels.setdefault(panel, {})[name] = points.set_index("tick")
     counts = {panel: [points["mean"].count() for points in lines.values()] for panel, lines in panels.items()}
+    # A line of one number says nothing.
     if not any(count > 1 for counted in counts.values() for count in counted):
         return None
     return svg(lambda: _drawn(figure, {panel: panels[panel] for panel in panels if any(counts[panel])}))

@@ -138,27 +138,14 @@ def _meets(value: Any, condition: Any) -> bool:
 
 
 SMOKE: Mapping[str, Any] = {
-    "sequences": 4,
-    "windows": 2,
-    "heldout_sequences": 2,
-    "points": ("32x2",),
-    "memory": False,
-    "fresh": False,
-    "graphs": "off",
-    "precisions": ("fp32",),
-    "dtype": "fp32",
-}
+    "sequences": 4, "windows": 2, "heldout_sequences": 2, "points": ("32x2",),
+    "memory": False, "fresh": False, "graphs": "off", "precisions": ("fp32",), "dtype": "fp32",
+}  # fmt: skip
 """Flags at the smoke scale, of measurements that set them."""
 SMOKE_BENCH: Mapping[str, Any] = {
-    "model": "tiny",
-    "rates": (0.5,),
-    "pairs": 2,
-    "warmup": 1,
-    "repeats": 1,
-    "tolerance": 10.0,
-    "profile": False,
-    "others": (),
-}
+    "model": "tiny", "rates": (0.5,), "others": (), "profile": False,
+    "pairs": 2, "warmup": 1, "repeats": 1, "tolerance": 10.0,
+}  # fmt: skip
 """Further flags of every benchmark of speed there; its times mean nothing."""
 
 
@@ -200,6 +187,7 @@ class Measurement:
 
     def file(self, folder: Path, recipe: str, scale: str, seed: int) -> Path:
         """Return the file of its record below a scale's folder: of one seed where it reads runs."""
+        # Random weights and the prepared text are the same for every seed: one record will do.
         of_seed = any(each.of_seed for each in self.references(scale))
         name = f"{recipe}.{self.name.replace(' ', '-').replace(',', '')}"
         return folder / "measurements" / name / (f"seed-{seed}.json" if of_seed else "once.json")

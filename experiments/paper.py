@@ -177,6 +177,7 @@ TIMES = _by_point("""
     update | 124m  | 16384  | 5     | pruned | 3714.63/3083.03 | 3716.74/2472.20
 """)
 """Milliseconds of ordinary updates and of updates with fewer heads, at the largest batches."""
+# The paper prints these times; its speedups are their ratios.
 for _point, _rates in TIMES.items():
     _pairs = {rate: map(float, text.split("/")) for rate, text in _rates.items()}
     SPEEDS[_point] = {rate: f"{ordinary / edited:.3f}×" for rate, (ordinary, edited) in _pairs.items()}

@@ -94,6 +94,7 @@ def check_heads(run: RecordedRun) -> dict[str, Any]:
             live = len(site.layout.live) * site.head_dim
             rows += len(of_role.parameter) - live
             gradients += int(of_role.parameter.grad.any(1).sum()) - live
+    # A head marked as frozen whose layer still computes its scores would pass the first check.
     executed = [(site.frozen.num_frozen if site.frozen else 0) == len(site.layout.frozen) for site in sites]
     own = [adapter.heads(kind).to_list() for kind in ("frozen", "pruned")]
     heads = own == [sorted(run.frozen_heads), sorted(run.pruned_heads)]

@@ -424,7 +424,8 @@ def _linear(path: Path) -> Iterator[Block]:
         times = dict(zip(costs, (row["cudnn"][1], row["toeplitz"][1], best), strict=True))
         share = {name: f"{time / row['cudnn'][1]:.4f}" for name, time in list(times.items())[1:]}
         shares.append({"point": f"{length}x{row['batch']}, {row['heads']} heads", **share})
-        if row["heads"] == 6 and tokens in (2**15, 2**16):  # as many tokens at every length
+        # As many tokens at every length, so that only the context differs.
+        if row["heads"] == 6 and tokens in (2**15, 2**16):
             for name, time in times.items():
                 costs[name][length] = 1e3 * time / tokens
     title, frame = "forward and backward, share of cuDNN's", pd.DataFrame(shares).set_index("point")

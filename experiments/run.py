@@ -123,6 +123,7 @@ class Run:
     def record(self) -> dict[str, Any] | None:
         """Return its result, None before it has ended; raise InputError if it was trained with other settings."""
         path = self.folder / "result.json"
+        # The runner adds "experiment" last: without it the record is not complete.
         if not path.is_file() or "experiment" not in (record := read_json(path)):
             return None
         before = record["experiment"]["settings"]

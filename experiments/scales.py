@@ -54,19 +54,31 @@ class Scale:
 
 
 _SHORT: Settings = {
-    "peak_lr": 1e-3,
-    "min_lr_ratio": 0.1,
-    # A share, so that longer runs of a scale warm up in proportion.
-    "warmup": 0.1,
-    "accumulation": 1,
-    "calibration_sequences": 32,
-    "log_every": 200,
-    "eval_every": 0,
-    "save_every": 0,
-    # Intervals need the losses of windows alone.
-    "token_losses": False,
-}
+    # Warm-up is a share, so that longer runs of a scale warm up in proportion.
+    "peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "accumulation": 1,
+    # Intervals need the losses of windows alone, not those of tokens.
+    "log_every": 200, "eval_every": 0, "save_every": 0, "token_losses": False, "calibration_sequences": 32,
+}  # fmt: skip
 """For runs shorter than the paper's: their warm-up is a share of their updates."""
+_PAPER: Settings = {
+    # The paper's app:controlled-pretraining-details. Its controls have other batches and another data order:
+    # `CONTROLS` in arms.py.
+    "model": "124m", "model_overrides": {"vocab_size": 50_304}, "updates": 5_000, "sampler": "random",
+    "peak_lr": 6e-4, "min_lr_ratio": 0.1, "warmup": 500, "eval_every": 250, "save_every": 250,
+    "calibration_sequences": 32, "calibration_source": "train", "report_tokens": 2_449_408,
+}  # fmt: skip
+_124M: Settings = {
+    # The paper's model, with a higher rate for short runs.
+    **_SHORT, "model": "124m", "model_overrides": {"vocab_size": 50_304}, "accumulation": 2,
+    "log_every": 80, "eval_every": 80, "save_every": 160, "compile": "layers",
+}  # fmt: skip
+_SMOKE: Settings = {
+    # As small as a run can be that calibrates, freezes and is compared.
+    "model": "tiny", "model_overrides": {"num_layers": 2, "num_heads": 8, "hidden_size": 32},
+    "batch_size": 4, "updates": 8, "peak_lr": 3e-3, "warmup": 2,
+    "eval_every": 0, "save_every": 0, "eval_windows": 4, "tensorboard": False, "quiet": True,
+    "calibration_sequences": 4, "heldout_sequences": 4,
+}  # fmt: skip
 _34M: Settings = {"model": "124m", "model_overrides": {"num_layers": 8, "num_heads": 8, "hidden_size": 512}}
 _LONG: Settings = {"calibration_sequences": 16}
 """For contexts beyond 4K."""
@@ -75,22 +87,7 @@ SCALES = {
     for scale in (
         Scale(
             name="paper",
-            # The paper's app:controlled-pretraining-details. Its controls have other batches and another data order:
-            # `CONTROLS` in arms.py.
-            settings={
-                "model": "124m",
-                "model_overrides": {"vocab_size": 50_304},
-                "updates": 5_000,
-                "sampler": "random",
-                "peak_lr": 6e-4,
-                "min_lr_ratio": 0.1,
-                "warmup": 500,
-                "eval_every": 250,
-                "save_every": 250,
-                "calibration_sequences": 32,
-                "calibration_source": "train",
-                "report_tokens": 2_449_408,
-            },
+            settings=_PAPER,
             contexts={
                 1_024: {"length": 1_024, "batch_size": 32, "accumulation": 15},
                 4_096: {"length": 4_096, "batch_size": 2, "accumulation": 60},
@@ -131,17 +128,8 @@ SCALES = {
         ),
         Scale(
             name="124m",
-            # The paper's model, with a higher rate for short runs: 640 updates are 84M tokens.
-            settings={
-                **_SHORT,
-                "model": "124m",
-                "model_overrides": {"vocab_size": 50_304},
-                "accumulation": 2,
-                "eval_every": 80,
-                "save_every": 160,
-                "log_every": 80,
-                "compile": "layers",
-            },
+            # 640 updates are 84M tokens.
+            settings=_124M,
             contexts={
                 4_096: {"length": 4_096, "batch_size": 16, "updates": 640},
                 8_192: {"length": 8_192, "batch_size": 8, "updates": 640, **_LONG},
@@ -154,22 +142,7 @@ SCALES = {
         ),
         Scale(
             name="smoke",
-            # As small as a run can be that calibrates, freezes and is compared.
-            settings={
-                "model": "tiny",
-                "model_overrides": {"num_layers": 2, "num_heads": 8, "hidden_size": 32},
-                "batch_size": 4,
-                "updates": 8,
-                "peak_lr": 3e-3,
-                "warmup": 2,
-                "eval_every": 0,
-                "save_every": 0,
-                "eval_windows": 4,
-                "calibration_sequences": 4,
-                "heldout_sequences": 4,
-                "tensorboard": False,
-                "quiet": True,
-            },
+            settings=_SMOKE,
             contexts={1_024: {"length": 32}, 4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
             seeds=(1337,),
             vocabulary=512,

@@ -244,6 +244,7 @@ def row_distances(
             heldout_rows = measured[fitted:, at, : position + 1]
             generator = torch.Generator().manual_seed(seed)
             pairs = distances(fitted_rows, fitted_rows)
+            # The unit of distance: how far two samples of the same rows are apart.
             quartile[number, at] = split_quartile(pairs, rows=size, generator=generator)
             for repeat in range(SETS):
                 chosen = heldout_rows[torch.randperm(held, generator=generator)[:size]]

@@ -99,6 +99,7 @@ def _curve(settings: Recovery, ordinary: pd.DataFrame, path: Path) -> dict[str, 
         # An even window has one value more before than after.
         gap = (both["loss"] - both["loss_ordinary"]).rolling(settings.window, center=True, min_periods=1).mean()
     before, later = event.values.get("loss_before"), event.values.get("loss_after")
+    # Thousands of points a curve would make the record larger than its figure needs.
     points = gap.iloc[:: max(1, -(-len(gap) // MAX_POINTS))]
     return {
         "run": path,

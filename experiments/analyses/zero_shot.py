@@ -111,6 +111,7 @@ class ZeroShot(RunsModel):
         """Return the record; raise InputError if files of arms are of another model, data or settings."""
         if self.arms and self.out is None:
             raise InputError("--arms needs --out, where the files of arms are kept")
+        # Misspelt arms are refused before the model is opened.
         names = ("ordinary", *self.plan)
         for name in self.arms:
             check_name("--arms", name, names)
@@ -131,6 +132,7 @@ class ZeroShot(RunsModel):
         data = {name: text.fingerprint for name, text in self.texts(opened).items()}
         device, hashes = device_name(pick_device(self.device)), {"model": opened.source.hash}
         head = self.header(device=device, checkpoints=hashes, data=data)
+        # Processes that measure different arms are of one study.
         del head["settings"]["arms"]
         eligible = len(measurable_heads(adapter_for(opened.model)))
         check_rates(self.rates, eligible)

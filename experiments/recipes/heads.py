@@ -145,6 +145,7 @@ def _profiled(moment: str, at: float, quoted: str | None = None) -> Measurement:
         name=f"profiles {moment}",
         program="experiments.analyses profiles",
         on=(checkpoint("4k-ordinary", at),),
+        # The end of training is measured first, and earlier moments read its record.
         settings={"windows": 128} | ({"later": record_of("profiles at the end")} if quoted else {}),
         numbers=(Number(title, ("variance_ranks",), quoted),) if quoted else (),
     )
@@ -212,6 +213,7 @@ RECIPES["recovery"] = Recipe(
     ),
 )
 
+# The paper fits to 300 sequences and holds out 200 others.
 _ROWS = {"sequences": 500, "fitted": 0.6, "rate": 0.25, "scale": 4.0}
 # Prepared folders hold out 5% by default: of some 30M tokens, 427 sequences.
 _FEWER = {"sequences": 400}
@@ -317,34 +319,18 @@ RECIPES["qwen_zeroshot"] = Recipe(
 
 _SMOLLM2, _GEMMA, _OTHER = "smollm2-135m", "gemma-3-270m", "wikitext-2.txt"
 _HEALED = {
-    "scores": ("joint_cost", "variance", "variance_spread", "forward_kl", "random"),
-    "controls": True,
-    "rates": (0.05, 0.1, 0.2, 0.3),
-    "sequences": 32,
-    "length": 1_024,
-    "windows": 128,
-    "heal": 2_457_600,
-    "too_long": "cut",
-    "other": _OTHER,
-    "task_data": QUESTIONS,
-}
+    "scores": ("joint_cost", "variance", "variance_spread", "forward_kl", "random"), "controls": True,
+    "rates": (0.05, 0.1, 0.2, 0.3), "sequences": 32, "length": 1_024, "windows": 128, "heal": 2_457_600,
+    "too_long": "cut", "other": _OTHER, "task_data": QUESTIONS,
+}  # fmt: skip
 
 
 def _pretrained(model: str, **settings: object) -> Measurement:
     smoke = {
-        "on": (checkpoint("4k-ordinary", 1.0),),
-        "data": DATA,
-        "other": DATA,
-        "questions": 2,
-        "batch_size": 4,
-        "sequences": 8,
-        "length": 32,
-        "rates": (0.5,),
-        "tasks": ("piqa", "sst2"),
-        "choosing": 4,
-        "windows": 4,
-        "heal": 256,
-    }
+        "on": (checkpoint("4k-ordinary", 1.0),), "data": DATA, "other": DATA,
+        "rates": (0.5,), "sequences": 8, "length": 32, "batch_size": 4, "choosing": 4, "windows": 4, "heal": 256,
+        "tasks": ("piqa", "sst2"), "questions": 2,
+    }  # fmt: skip
     return Measurement(
         name=model,
         program="experiments.analyses zero-shot",

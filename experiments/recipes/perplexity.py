@@ -264,6 +264,7 @@ _BY_THE_CLOCK = """
     4k-pruned-25-raw | 4K pruning + variance (25%), measured time | 4k-ordinary-raw | 4k-mean-25-raw
     4k-pruned-50-raw | 4K pruning + variance (50%), measured time | 4k-ordinary-raw | 4k-mean-50-raw
 """
+# Half of the heads and fewer are in `_AT_TIME`; 8K has no further rate.
 _FURTHER_16K = """
     arm                | label                        | against          | tokens
     16k-mean-75-time   | 16K mean + variance (75%)    |                  | 16k-mean-75-control

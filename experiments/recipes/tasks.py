@@ -47,6 +47,7 @@ def _updates(task: str) -> Measurement:
             "tokenizer": DATA,
             "model": "124m",
             "length": CONTEXTS[k],
+            # Batches of the paper, at the small scale too: what is timed is their shape.
             **settings["paper"],
             "rates": _RATES,
             "orders": _ORDERS,
