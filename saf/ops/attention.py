@@ -390,12 +390,12 @@ def _value_heads(
     or UnsupportedError for values, a backend or a cache that frozen heads cannot take.
     """
     frozen.check_values(value, backend)
-    executed, kv_head, num_frozen = BACKENDS[frozen.backend], frozen.kv_head, frozen.num_frozen
-    if not executed.in_autograd and has_tangent(*operands):
+    executor, kv_head, num_frozen = BACKENDS[frozen.backend], frozen.kv_head, frozen.num_frozen
+    if not executor.in_autograd and has_tangent(*operands):
         raise UnsupportedError("frozen heads have no derivatives in forward mode; use backend='reference'")
     if state is not None and torch.is_grad_enabled() and state.value.requires_grad:
         raise UnsupportedError("decoding from a recurrent state gives no gradients: call under torch.no_grad()")
-    if cache_position is not None and state is None and (frozen.trainable or executed.mixes_live):
+    if cache_position is not None and state is None and (frozen.trainable or executor.mixes_live):
         why = "patterns that are trained" if frozen.trainable else f"backend {frozen.backend!r}"
         raise UnsupportedError(f"{why} cannot go on from a cache of fixed size; use one that grows")
     if kv_head is None:

@@ -115,7 +115,7 @@ class FrozenHeads(nn.Module):
                 live_kv, frozen_kv = self.kv_head[: -self.num_frozen], self.kv_head[-self.num_frozen :]
                 kv_head = (*live_kv, *(frozen_kv[slot] for slot in slots))
             fixed = [patterns[slot] for slot in slots]
-            # Tables made in inference mode could not be used in training later.
+            # Tensors of inference mode could not take part in training later.
             with torch.inference_mode(False), torch.no_grad():
                 prepared = BACKENDS[name].prepare(fixed, dtypes, device, kv_head)
             for dtype, tables in prepared.items():
@@ -205,7 +205,7 @@ class FrozenHeads(nn.Module):
         for pattern in self.children():
             pattern._apply(fn)
         for name, table in list(self._buffers.items()):
-            if table is not None:  # `fn` may cast too, so it is asked for the device alone, with an empty tensor
+            if table is not None:  # `fn` may cast too: an empty tensor shows the device alone
                 self._buffers[name] = table.to(fn(table.new_empty(0, dtype=torch.float32)).device)
         device = self._device() or torch.device("cpu")
         cast = [fn(torch.empty(0, dtype=dtype, device=device)).dtype for dtype in self.dtypes]

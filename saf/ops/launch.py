@@ -41,9 +41,9 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, device: torch.device,
         kinds = map(_specialization, args, _varying(kernel, len(args)))
         # A name missing here would be a wrong kernel without any error: test_launch.py has all that Triton looks at.
         key = (kernel, device, *kinds, *constants, *constants.values())
-        known = _compiled.get(key)
-        if known is not None:
-            compiled, rest = known
+        entry = _compiled.get(key)
+        if entry is not None:
+            compiled, rest = entry
             # Addresses in place of tensors: for each tensor Triton would ask the driver what kind of memory it has.
             direct = [each.data_ptr() if isinstance(each, Tensor) else each for each in args]
             compiled[(*grid, 1, 1)[:3]](*direct, *rest)

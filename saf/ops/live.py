@@ -49,7 +49,7 @@ def live_attention(
     elif rows > 1:  # not `causal = rows > 1`: with lengths left open by the compiler that is no bool
         causal = True
     if soft_cap is not None:
-        assert mask is not None  # the branch above made one
+        assert mask is not None  # a soft cap takes the branch with a mask
         output = _capped_attention(query, key, value, mask, scale, soft_cap, kernel)
         return _zero_padding(output, left_pad, columns)
     grouped = heads != key.shape[1]

@@ -51,7 +51,7 @@ def softmax_gradient_kernel(
     is_token = (label >= 0) & (label < V)
     own_logit = tl.load(p_logits + tl.where(is_token, label, 0)).to(tl.float32) * LOG2E
     weight = tl.where(is_token, 1.0 / tl.load(count_ptr).to(tl.float32), 0.0)
-    # The last block is read once and kept in registers for both passes; only it needs a mask.
+    # The last block is read once and stays in registers for both passes; only it needs a mask.
     masked_from = V // BLOCK * BLOCK
     column = tl.arange(0, BLOCK)
     last = masked_from + column

@@ -463,7 +463,7 @@ def _live_step(
     # Rows beyond T: +inf makes their weights zero.
     b_lse = tl.load(lse_ptr + o_m, mask=o_m < T, other=float("inf"))
     b_delta = tl.load(delta_ptr + o_m, mask=o_m < T, other=0.0)
-    # P is computed again from the stored log-sum-exp, in place of T x T numbers kept from the forward pass.
+    # P is computed again from the stored log-sum-exp, in place of T x T numbers stored by the forward pass.
     b_s = tl.dot(b_k, tl.trans(b_q), input_precision="ieee")
     b_p = tl.exp2(b_s * scale2 - (b_lse * LOG2E)[None, :])
     if MASK:

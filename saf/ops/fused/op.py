@@ -259,7 +259,7 @@ _FEW = "few_"
 
 
 def serves_few(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether one launch for few tokens runs on a device, and is known to pay there: Hopper and later."""
+    """Return whether one launch for few tokens runs on a device, and was measured to pay there: Hopper and later."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return hopper and has_triton() and dtype in FEW_DTYPES
 

@@ -321,7 +321,7 @@ def block_of(program, num_m, num_n, num_h, slabs):
 @triton.jit
 def _load_tile(table_ptr, m0, k0, TRANSPOSE: tl.constexpr, TILE: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr):
     """Load one [BM, BK] tile of the Toeplitz matrix (or of its transpose)."""
-    # BM and BK divide TILE, so that a block lies within one tile; the compiler is told, for wide loads.
+    # BM and BK divide TILE, so that a block lies within one tile; `multiple_of` allows wide loads.
     o_m = tl.multiple_of(m0 % TILE, BM) + tl.arange(0, BM)
     o_k = tl.multiple_of(k0 % TILE, BK) + tl.arange(0, BK)
     if TRANSPOSE:

@@ -145,11 +145,11 @@ def compact_tables(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> tuple[Tens
     distance, key_scale = rho.exp().to(dtype), alpha.exp().to(wide)
     # Three sums in one convolution: Z, and what values of size 1 and 2**-8 become once they are scaled and rounded.
     scaled = [(key_scale * size).to(dtype).double() / size for size in (1.0, SMALL_VALUE)]
-    total, *executed = causal_convolution(torch.stack([key_scale.double(), *scaled]), distance.double())
+    total, *rounded = causal_convolution(torch.stack([key_scale.double(), *scaled]), distance.double())
     row_scale = (1 / total).to(wide)
     # Written so that NaN does not fit: comparisons with it are false.
     fits = (row_scale > 0) & (row_scale.double().log() <= LARGEST[wide])
-    for sums in executed:
+    for sums in rounded:
         fits &= (sums * row_scale.double() - 1).abs() <= ROW_SUM_TOLERANCE
     return distance, key_scale, row_scale.where(fits.all(1, keepdim=True), torch.nan)
 
