@@ -153,7 +153,7 @@ def exact_tables(patterns: Sequence[ExponentialPattern], device: torch.device, *
     # Kernels index powers of two and multiply 16 rows at least. Poles that are filled up have amplitudes of zero.
     most_poles = max(16, *(one.damping.shape[-1] for one in patterns))
     num_poles = 1 << (most_poles - 1).bit_length()
-    # Largest weight and largest key are 1, so that 16-bit tables keep their digits; Z takes up both factors.
+    # The largest weight and the largest key become 1, which keeps all sums in range; Z takes up both factors.
     weights = torch.stack([one.distance_weights() for one in patterns])
     largest = weights.amax(-1, keepdim=True)
     by_head = [_head_tables(*each, chunk, num_tiles, num_poles) for each in zip(patterns, largest, strict=True)]
