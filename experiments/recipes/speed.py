@@ -75,9 +75,9 @@ def _numbers(
 
 
 def _bench(
+    *,
     name: str,
     of: str,
-    *,
     model: str,
     points: Sequence[str],
     rates: Sequence[float],
@@ -126,8 +126,8 @@ RECIPES["training_systems"] = Recipe(
     also=("tab:main-results", "fig:systems-across-stages"),
     measurements=(
         _bench(
-            "batches",
-            "update",
+            name="batches",
+            of="update",
             model="124m",
             points=_BATCHES,
             rates=_ALL_RATES,
@@ -136,8 +136,8 @@ RECIPES["training_systems"] = Recipe(
             numbers=[*_numbers("update", "124m", _BATCHES, _ALL_RATES), *(_peak(*each) for each in _PEAKS.items())],
         ),
         _bench(
-            "contexts",
-            "update",
+            name="contexts",
+            of="update",
             model="124m",
             points=("4096x8x15", "8192x4x15", "16384x2x15"),
             rates=_TWO_RATES,
@@ -158,8 +158,8 @@ RECIPES["scale_up_systems"] = Recipe(
     measurements=(
         # Starting a group takes longer than all other measurements of the smoke scale.
         _bench(
-            "1B, 8K, four GPUs",
-            "four GPUs",
+            name="1B, 8K, four GPUs",
+            of="four GPUs",
             model="1b",
             points=("8192x2x32",),
             rates=_TWO_RATES,
@@ -171,8 +171,8 @@ RECIPES["scale_up_systems"] = Recipe(
             smoke=False,
         ),
         _bench(
-            "1B, 8K",
-            "update",
+            name="1B, 8K",
+            of="update",
             model="1b",
             points=("8192x1x16", "8192x2x8"),
             rates=_TWO_RATES,
@@ -219,8 +219,8 @@ def _one_sequence(model: str, all_heads: Mapping[int, str]) -> Measurement:
         # paper.SPEEDS has no column for all heads.
         numbers.append(_speedup(f"{length:,} × 1, 100% frozen", 1.0, (length, 1), whole, variant="call"))
     return _bench(
-        f"{model.upper()} shape, one sequence",
-        "call",
+        name=f"{model.upper()} shape, one sequence",
+        of="call",
         model=model,
         points=[f"{length}x1" for length in all_heads],
         rates=(0.25, 1.0),
@@ -242,8 +242,8 @@ RECIPES["prefill_systems"] = Recipe(
         *(_trained("lengths, 64 sequences", rate, _LENGTHS, _OTHERS) for rate in _TWO_RATES),
         *(_trained("batches at 4K", rate, _BATCHES_AT_4K, _CALLED) for rate in _TWO_RATES),
         _bench(
-            "one sequence, fresh processes",
-            "call",
+            name="one sequence, fresh processes",
+            of="call",
             model="124m",
             points=("4096x1",),
             rates=_TWO_RATES,
@@ -252,8 +252,8 @@ RECIPES["prefill_systems"] = Recipe(
             smoke=False,
         ),
         _bench(
-            "one sequence in graphs",
-            "graph",
+            name="one sequence in graphs",
+            of="graph",
             model="124m",
             points=("4096x1",),
             rates=(0.25, 0.5, 0.75),
@@ -278,8 +278,8 @@ RECIPES["qwen_prefill"] = Recipe(
     source=paper.QWEN,
     measurements=(
         _bench(
-            "attention",
-            "attention",
+            name="attention",
+            of="attention",
             model="qwen3-4b",
             points=_QWEN_POINTS,
             rates=_QWEN_RATES,
@@ -287,8 +287,8 @@ RECIPES["qwen_prefill"] = Recipe(
             small={"seconds": 540.0, "pairs": 5},
         ),
         _bench(
-            "whole model",
-            "call",
+            name="whole model",
+            of="call",
             model="qwen3-4b",
             points=_QWEN_POINTS,
             rates=_QWEN_RATES,
@@ -346,8 +346,8 @@ RECIPES["pruning_costs"] = Recipe(
     also=("tab:pruning-prefill", "app:pruning-execution-costs"),
     measurements=(
         _bench(
-            "updates at native batches",
-            "update",
+            name="updates at native batches",
+            of="update",
             model="124m",
             points=_NATIVE,
             rates=_TWO_RATES,
@@ -362,8 +362,8 @@ RECIPES["pruning_costs"] = Recipe(
         ),
         *(_trained_later(**line) for line in _PREFILLS),
         _bench(
-            "prefill of one sequence",
-            "call",
+            name="prefill of one sequence",
+            of="call",
             model="124m",
             points=("4096x1",),
             rates=(0.25,),
