@@ -37,8 +37,8 @@ class Experiments:
     recipes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE ...]")] = ()
     """Names of recipes, or tables and figures of the paper: table-8, figure-3, tab:timing-main."""
     scale: str = "small"
-    """Size of the runs: smoke, small, 124m-84M, converged or paper (docs/experiments.md). small-75M also sets the
-    tokens of a run, small-75M-again names another series of the same runs."""
+    """Size of the runs: smoke, small, 124m-84M, converged or paper (docs/experiments.md). small-75M also sets tokens
+    of a run, small-75M-again names another series of the same runs."""
     arms: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[ARM ...]")] = ()
     """Train only these arms, whether the recipes name them or not, with those they need; or measure only these."""
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="[SEED ...]")] = ()
