@@ -49,7 +49,7 @@ CALLS: dict[str, tuple[tuple[str, ...], str]] = {
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Yield `(line, dotted name)` for every import and attribute access, aliases of imports resolved."""
     aliases: dict[str, str] = {}
-    # Imports first: a function may stand above an import in another one that binds the same name.
+    # First all imports, wherever they stand: attributes are resolved by them below.
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for item in node.names:

@@ -338,7 +338,7 @@ def _in_process(settings: ModelSpeed, point: Point, arm: Arm, profile: bool, cac
         subject = settings.build(point, arm, GraphPool())
         subject.warm_up()
         if settings.cuda:
-            torch.cuda.reset_peak_memory_stats()  # of updates alone, not of compiling and tuning
+            torch.cuda.reset_peak_memory_stats()  # of timed calls alone, without compiling and tuning
         block_ms = {variant: subject.timed_block(variant) for variant in settings.variants()}
         peak = torch.cuda.max_memory_allocated() if settings.cuda else None
         kernels = subject.kernels() if profile else []

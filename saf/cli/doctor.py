@@ -36,7 +36,7 @@ class Command:
     """Print JSON instead of tables."""
 
     def run(self) -> dict[str, Any]:
-        # As torch.compile looks for one; without it code for a CPU cannot be compiled.
+        # torch.compile needs one for code on a CPU.
         compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
         # The dtypes of training: float32, and under autocast on CUDA bfloat16.
         devices_and_dtypes = [("cpu", torch.float32)]

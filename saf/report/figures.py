@@ -119,7 +119,7 @@ def _draw_map(axis: Axes, run: RecordedRun) -> None:
     turned = layers > heads
     grid = cells.transpose(1, 0, 2, 3, 4) if turned else cells
     rows, columns = grid.shape[:2]
-    # One picture of all heads: a small model's map has 16 of them, a large one's thousands.
+    # One picture of all heads: a small model's map has 16 of them, a large one's a thousand.
     canvas = grid.transpose(0, 2, 1, 3, 4).reshape(rows * CELL, columns * CELL, 4)
     axis.imshow(canvas, extent=(-0.5, columns - 0.5, rows - 0.5, -0.5), interpolation="nearest", aspect="equal")
     for kind, some in (("frozen", run.frozen_heads), ("pruned", run.pruned_heads)):
