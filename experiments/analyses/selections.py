@@ -201,10 +201,11 @@ class Profiles(ModelAnalysis):
         error = {"yerr": sem(by_layer), "capsize": 2} if len(records) > 1 else {}
         counts.bar(range(by_layer.shape[1]), by_layer.mean(0), color="C1", **error)
         counts.set(title="selected heads", xlabel="layer")
-        for heads in groups.values() if "variance" in values else ():
-            scatter.plot(values["entropy"][heads], values["variance"][heads], ".")
         scatter.set(title="variance over sequences", xlabel="normalised entropy", yscale="log")
-        scatter.set_visible("variance" in values)
+        scatter.set_visible("variance" in values)  # the committed record of 124M has none
+        if "variance" in values:
+            for heads in groups.values():
+                scatter.plot(values["entropy"][heads], values["variance"][heads], ".")
         return drawn
 
 
