@@ -105,8 +105,7 @@ LAYERWISE = {scale: {"compile": "layers"} for scale in ("paper", "small")}
 LATER = {"peak_lr": 6e-5, "min_lr_ratio": 0.1, "warmup": 0}
 """After a full run: from the rate that it ends with down to a tenth."""
 LATER_REPORT = {"paper": {"report_tokens": 4_997_120}}
-# Small runs end with a tenth of 1e-3.
-LATER_SCALED = {"small": {"peak_lr": 1e-4}, **LATER_REPORT}
+LATER_SCALED = {"small": {"peak_lr": 1e-4}, **LATER_REPORT}  # small runs end with a tenth of 1e-3
 ONE_BILLION = {
     # 524,288 tokens an update, as four GPUs with eight micro-batches of two windows each.
     "model": "1b", "batch_size": 2, "accumulation": 32, "updates": 37_512,
@@ -324,11 +323,10 @@ def _schedules() -> Iterator[Arm]:
         yield branch(name=f"{name}-from-25", settings=settings, at=0.25)
     yield Arm(name="4k-train-loss-1.5-to-25", settings=events("train_loss", 0.25, multiplier=1.5))
     # Runs of several events are compiled by layers; so are those that their time is compared with.
-    ordinary = "4k-layerwise-ordinary"
-    yield Arm(name=ordinary, scaled=LAYERWISE)
+    yield Arm(name="4k-layerwise-ordinary", scaled=LAYERWISE)
     for rate in (0.25, 0.5):
-        name = f"4k-layerwise-mean-{percent(rate)}"
-        yield Arm(name=name, parent=ordinary, settings=freeze(rate), scaled=LAYERWISE)
+        layerwise = partial(Arm, parent="4k-layerwise-ordinary", scaled=LAYERWISE)
+        yield layerwise(name=f"4k-layerwise-mean-{percent(rate)}", settings=freeze(rate))
 
 
 _GRADIENT_SCORES = ("qk_gradient", "rank_sum", "gradient_veto")
