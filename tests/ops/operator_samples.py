@@ -79,8 +79,10 @@ def toeplitz_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, l
     tables = FrozenHeads.from_patterns(patterns(device), dtype=dtype, device=device).tables(dtype)
     scales = tables["key_scale"], tables["row_scale"]
     inputs = (draw(2, 2, 40, 16), draw(2, 40, 2, 16).transpose(1, 2), draw(2, 2, 16, 40).mT)
-    actual = decode_maps((0, 1, 2, 0), 2, torch.device(device))
-    maps, patterns_ = [actual["kv_read"], actual["kv_readers"]], [tables["distance"], *scales]
+    patterns_ = [tables["distance"], *scales]
+    # A live slot, if there is one, that reads value head 1; frozen slots that read heads 2 and 0.
+    mixed, frozen = (decode_maps(kv_head, 2, torch.device(device)) for kv_head in ((1, 2, 0), (2, 0)))
+    maps, frozen_maps = ([each["kv_read"], each["kv_readers"]] for each in (mixed, frozen))
     value, pad = draw(2, 40, 3, 16).transpose(1, 2), torch.tensor([0, 4], device=device)
     query, key, at = draw(2, 1, 3, 16), draw(2, 1, 40, 16), (torch.tensor(30, device=device), 0, pad)
     return {
@@ -90,7 +92,7 @@ def toeplitz_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, l
         ],
         "flash_decode": [
             (query, key, value, maps, patterns_, *at, 0.25),
-            (query[:, :0], key[:, :0], value, [maps[0][2:], maps[1][2:]], patterns_, *at, 0.25),
+            (query[:, :0], key[:, :0], value, frozen_maps, patterns_, *at, 0.25),
             (query, key, value, [], [], None, 37, None, 0.25),
         ],
     }
