@@ -42,19 +42,15 @@ def by_hand(model: GPT, tokens: torch.Tensor, heads: HeadSet, fixed: torch.Tenso
     [
         (torch.optim.AdamW, {}, {}),
         (torch.optim.SGD, {"momentum": 0.9}, {}),
-        (torch.optim.Adam, {"amsgrad": True}, {}),
         (torch.optim.AdamW, {}, {"trainable": True}),
         (torch.optim.AdamW, {}, None),
     ],
-    ids=["adamw", "sgd", "amsgrad", "trainable", "prune"],
+    ids=["adamw", "sgd", "trainable", "prune"],
 )
 def test_uninstall_is_the_exact_inverse(optimizer, options, edit):
     model, trainer = make(optimizer, **options)
-    before, parameters, groups = (
-        snapshot(model, trainer),
-        list(model.parameters()),
-        trainer.state_dict()["param_groups"],
-    )
+    before, parameters = snapshot(model, trainer), list(model.parameters())
+    groups = trainer.state_dict()["param_groups"]
     first = HeadSet([(1, 0), (1, 3)])
     for some in (first, SOME - first):  # rows of the second event have moved in the first
         if edit is None:
@@ -100,19 +96,6 @@ def test_retained_rows_train_as_if_their_optimiser_had_always_been_theirs():
         live = [row for head in range(4) if (layer, head) not in SOME for row in range(head * 8, head * 8 + 8)]
         one, two = (m.blocks[layer].attention.q_proj.weight[live] for m in (model, twin))
         torch.testing.assert_close(one, two, rtol=1e-11, atol=1e-12)
-
-
-def test_training_goes_on_while_an_older_loss_is_still_held():
-    model, trainer = make()
-    tokens = torch.randint(0, SHAPE.vocab_size, (2, LENGTH + 1))
-    held = [model(tokens[:, :-1], tokens[:, 1:])]
-    install_(model, SOME, patterns(6), optimizer=trainer)
-    update(model, trainer)
-    held.append(model(tokens[:, :-1], tokens[:, 1:]))
-    uninstall_(model, optimizer=trainer)
-    update(model, trainer)
-    assert model.blocks[0].attention.q_proj.weight.shape == (32, 32)
-    assert all(loss.isfinite() for loss in held)
 
 
 @pytest.mark.parametrize("options", [{"fused": True}, {"foreach": True}], ids=str)

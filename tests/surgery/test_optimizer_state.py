@@ -27,15 +27,9 @@ def install(model, heads, **options):
     saf.install_(model, heads, patterns(len(heads)), **options)
 
 
-def measured_freeze(model, optimizer):
-    ids = torch.randint(0, SHAPE.vocab_size, (2, LENGTH), generator=torch.Generator().manual_seed(1))
-    saf.freeze_(model, [ids], saf.FreezeConfig(rate=0.25, max_fit_kl=99), optimizer=optimizer)
-
-
 EDITS = {
     "install": lambda model, optimizer: install(model, HEADS, optimizer=optimizer),
     "prune": lambda model, optimizer: saf.prune_(model, HEADS, optimizer=optimizer),
-    "freeze": measured_freeze,
 }
 
 
