@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import one_hot
@@ -85,6 +85,7 @@ def test_every_fitter_finds_the_optimum_and_its_marginals(length, scale):
 
 
 @pytest.mark.parametrize("fitter", ["proportional", "dense"])
+@settings(max_examples=10)
 @given(seed=st.integers(0, 2**31), length=st.integers(2, 48), scale=st.floats(0.1, 3))
 def test_a_planted_pattern_is_recovered_up_to_its_gauge(fitter, seed, length, scale):
     generator = torch.Generator().manual_seed(seed)
@@ -201,7 +202,6 @@ def test_checked_targets_satisfy_all_three_relations_exactly():
         (lambda a, r: (a, r * 0), {}, "eta_rel must be finite and positive"),
         (lambda a, r: (a * 1.01, r), {}, "eta_abs sums to T = 30; got 30.3"),
         (lambda a, r: (r, r), {}, r"T\(T-1\)/2 = 435; got"),
-        (lambda a, r: (a, r), {"fitter": "fft"}, "one of proportional, adam, dense, got 'fft'"),
         (lambda a, r: (a, r), {"steps": 5}, "takes tolerance, max_sweeps; got steps"),
         (lambda a, r: (a, r), {"fitter": "adam", "tolerance": 1.0}, "takes steps; got tolerance"),
         (lambda a, r: (a, r), {"fitter": "adam", "steps": 0}, "steps must be at least 1"),

@@ -1,5 +1,6 @@
 """A small model whose heads differ, and tokens, for tests of freezing events."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,16 +14,16 @@ LENGTH = 48
 SHAPE = GPTConfig(vocab_size=60, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)
 
 
-def make(gain: float = 30.0) -> GPT:
+def make(gain: float = 30.0, *, length: int = LENGTH, **changes: int) -> GPT:
     torch.manual_seed(0)
-    model = GPT(SHAPE)
+    model = GPT(replace(SHAPE, max_length=length, **changes))
     for block in model.blocks:
         block.attention.q_proj.weight.data *= gain
     return model
 
 
-def tokens(count: int = 6) -> torch.Tensor:
-    return torch.randint(0, SHAPE.vocab_size, (count, LENGTH), generator=torch.Generator().manual_seed(2))
+def tokens(count: int = 6, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(0, SHAPE.vocab_size, (count, length), generator=torch.Generator().manual_seed(2))
 
 
 def accepting(pattern: str = "mean", storage: Storage = "compact") -> dict[str, Any]:

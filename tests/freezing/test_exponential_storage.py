@@ -1,35 +1,19 @@
 """Freezing with exponential patterns, through the public surface: what is installed, recorded, saved and undone."""
 
 import json
-from dataclasses import replace
 
 import pytest
 import torch
 
 import saf
-from saf.models import GPT, GPTConfig
+from tests.freezing.small_model import make, tokens
 
 LENGTH = 200
-SHAPE = GPTConfig(vocab_size=60, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def make() -> GPT:
-    model = GPT(SHAPE)
-    model.reset_parameters(torch.Generator().manual_seed(0))
-    for block in model.blocks:
-        block.attention.q_proj.weight.data *= 20
-    return model.to(DEVICE)
-
-
-def tokens(count: int = 6, seed: int = 2) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(3, SHAPE.vocab_size, (count, LENGTH), generator=generator).to(DEVICE)
 
 
 def test_freezing_is_exact_recorded_saved_and_undone(tmp_path):
     """Beside compact and pruned heads of the same layers."""
-    model, ids = make(), tokens()
+    model, ids = make(20.0, length=LENGTH), tokens(length=LENGTH)
     saf.prune_(model, [(0, 0)])
     saf.freeze_(model, [ids], saf.FreezeConfig(heads=((0, 1), (2, 1)), max_fit_kl=9))
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
@@ -48,7 +32,7 @@ def test_freezing_is_exact_recorded_saved_and_undone(tmp_path):
 
     frozen = model(ids)
     saf.save(model, tmp_path)
-    assert torch.equal(saf.load(tmp_path).to(DEVICE)(ids), frozen)
+    assert torch.equal(saf.load(tmp_path)(ids), frozen)
     saf.uninstall_(model, report.heads)
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
     compact = [pattern.to_compact() for pattern in patterns.values()]
@@ -60,17 +44,16 @@ def test_freezing_is_exact_recorded_saved_and_undone(tmp_path):
     ("length", "options", "storage"), [(4096, {}, "exponential"), (4096, {"backend": "toeplitz"}, "compact")]
 )
 def test_long_contexts_are_frozen_in_linear_time_by_default(length, options, storage):
-    model = GPT(replace(SHAPE, num_layers=1, max_length=length)).to(DEVICE)
-    ids = torch.randint(SHAPE.vocab_size, (2, length), generator=torch.Generator().manual_seed(0)).to(DEVICE)
-    report = saf.freeze_(model, [ids], saf.FreezeConfig(max_fit_kl=9, **options))
+    model = make(1.0, num_layers=1, num_heads=2, hidden_size=16, length=length)
+    report = saf.freeze_(model, [tokens(2, length)], saf.FreezeConfig(count=1, max_fit_kl=9, **options))
     assert report.config["storage"] == storage
     assert [pattern.kind for pattern in report.patterns] == [storage]
 
 
 def test_a_head_that_the_sum_does_not_fit_stays_compact():
-    ids, heads = tokens(), ((1, 0), (1, 1))
+    ids, heads = tokens(length=LENGTH), ((1, 0), (1, 1))
     config = {"heads": heads, "storage": "exponential"}
-    model = make()
+    model = make(20.0, length=LENGTH)
     free = saf.freeze_(model, [ids], saf.FreezeConfig(**config, max_fit_kl=9))
     saf.uninstall_(model, heads)
     worse = max(heads, key=free.fit_kl.get)

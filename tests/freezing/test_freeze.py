@@ -246,7 +246,6 @@ def test_copies_of_one_sequence_choose_no_heads(score):
     ("options", "message"),
     [
         ({"rate": 1.2}, "from 0 to 1"),
-        *(({name: "magic"}, f"{name} must be one of") for name in ("score", "pattern", "fitter", "storage")),
         ({"max_fit_kl": 0}, "positive"),
         ({"pattern": "structured_random", "fitter": "adam"}, "compact by nature, and nothing is fitted"),
         ({"pattern_options": {"scale": 2}}, "'mean' takes no options"),

@@ -81,9 +81,7 @@ def test_with_an_optimizer_a_rise_is_recorded_unless_it_is_not_accepted(text):
     optimizer.step()
 
 
-@pytest.mark.parametrize(
-    "options", [{}, {"trainable": True}, {"storage": "dense", "max_fit_kl": 0.2}, {"storage": "exponential"}], ids=str
-)
+@pytest.mark.parametrize("options", [{}, {"trainable": True}], ids=str)
 def test_moments_and_parameter_groups_are_as_before_a_refused_event(text, options):
     model, optimizer = trained(text)
     before, groups = snapshot(model, optimizer), [len(group["params"]) for group in optimizer.param_groups]
