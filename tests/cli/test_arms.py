@@ -113,12 +113,6 @@ def test_freeze_refuses_calibration_text_that_the_run_is_reported_on(saf, arms, 
     assert "(calibration) must have no document of the report partition" in err
 
 
-def test_a_length_that_was_named_is_repeated_in_the_result_and_not_warned_of(saf, arms, tmp_path):
-    options = ("freeze", arms[0], "--out", tmp_path / "out", "--sequences", 4, "--length", 16, "--device", "cpu")
-    code, out, err = saf(*options)
-    assert (code, "tokens, the model takes up to" in err, "for inputs of up to 16 tokens" in out) == (0, False, True)
-
-
 def test_a_checkpoint_without_its_optimiser_evaluates_but_does_not_freeze(saf, arms, tmp_path):
     checkpoint = shutil.copytree(arms[0] / "checkpoints" / "step-24", tmp_path / "step-24")
     (checkpoint / "optimizer.safetensors").unlink()

@@ -24,12 +24,6 @@ def test_update_prints_a_table_and_writes_its_record(tmp_path, capsys):
         run("op", "--out", path)
 
 
-def test_a_folder_is_timed_with_its_own_heads(arms):
-    record = parse_words(["prefill", str(arms[1]), *SMALL[:-2], "--points", "16x1"]).run()
-    assert {row["model"] for row in record["rows"]} == {str(arms[1])}
-    assert [(row["role"], row["heads"]) for row in record["rows"]] == [("control", 0), ("frozen", 2), ("free", 2)]
-
-
 def test_a_refused_measurement_shows_no_ratio(tmp_path, capsys):
     with pytest.raises(UnsupportedError, match="more --pairs, or accept more with --tolerance"):
         run("op", "--out", tmp_path / "op.json", "--model", "tiny", "--points", "32x1", "--tolerance", "1e-9")

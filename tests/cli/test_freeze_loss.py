@@ -13,28 +13,9 @@ from transformers import AutoModelForCausalLM
 import saf.integrations.transformers  # noqa: F401
 from saf.data.tokenizer import train_bpe
 from saf.records.table import signed
-from tests.transformers_models import make
+from tests.cli.conftest import TEXT
 
-TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps. " * 40
 WORDS = ("--sequences", 4, "--batch-size", 2, "--length", 16, "--max-fit-kl", 100, "--device", "cpu")
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A model that learned a text by heart, with its tokenizer and the text."""
-    root = tmp_path_factory.mktemp("loss")
-    (root / "text.txt").write_text(TEXT)
-    tokenizer = train_bpe([TEXT], vocab_size=300)
-    model = make("llama", vocab_size=300)
-    windows = torch.tensor(tokenizer.encode(TEXT)[:512]).view(-1, 32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        model(windows, labels=windows, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(root / "model")
-    tokenizer.save(root / "model" / "tokenizer.json")
-    return root
 
 
 def test_a_destroyed_model_is_refused_unless_it_is_accepted(base, saf, saf_json, tmp_path):
@@ -96,27 +77,9 @@ def test_heads_stay_within_the_budget_or_nothing_is_written(base, saf, saf_json,
     words = ("freeze", base / "model", *WORDS, "--rate", 1, "--heldout-sequences", 4)
     text = ("--data", base / "text.txt")
     result = saf_json(*words, *text, "--budget", "10%", "--accept-loss", "--out", tmp_path / "out")
-    assert result["heads"]
-    assert result["joint_cost"]["rise"] <= 0.0954
+    assert 0 < result["joint_cost"]["rise"] <= 0.0954
     layer, head, _ = max(result["joint_cost"]["alone"], key=lambda each: each[2])
     none = (*text, "--budget", 1e-12, "--only", f"{layer}:{head}")
-    for rest, expected in (
-        (none, "raise budget"),
-        ((*text, "--budget", 1), "budget must be a share below 1"),
-        (("--data", tmp_path / "short.txt"), "or more text"),
-    ):
+    for rest, expected in ((none, "raise budget"), (("--data", tmp_path / "short.txt"), "or more text")):
         code, out, err = saf(*words, *rest, "--out", tmp_path / "none")
         assert (code, out, expected in err, (tmp_path / "none").exists()) == (2, "", True, False)
-
-
-def test_heads_that_cannot_be_frozen_and_no_head_at_all_are_errors(base, arms, saf, tmp_path):
-    folder, few = (base / "model", "--data", base / "text.txt", "--length", 16), ("--sequences", 4, "--device", "cpu")
-    for words in (
-        (*folder, "--rate", 0),
-        (arms[0], "--count", 0),
-        (*folder, "--max-fit-kl", 1e-12),
-        (*folder, "--heads", "9:1"),
-        (arms[0], "--heads", "9:1"),
-    ):
-        code, out, err = saf("freeze", *words, *few, "--out", tmp_path / "out")
-        assert (code, out, "must " in err, (tmp_path / "out").exists()) == (2, "", True, False)

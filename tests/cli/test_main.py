@@ -26,7 +26,7 @@ def test_every_command_has_help(saf):
     assert all(saf("bench", *words)[:2] == saf("bench", "--help")[:2] for words in ([], ["--help-all"]))
 
 
-@pytest.mark.parametrize("words", [["freeze"], ["pretrain"], ["finetune"], ["bench", "update"]], ids=" ".join)
+@pytest.mark.parametrize("words", [["freeze"], ["bench", "update"]], ids=" ".join)
 def test_help_has_two_tiers(saf, words):
     first, every = (saf(*words, flag)[1] for flag in ("--help", "--help-all"))
     count = [len(re.findall(r"^[|│ ]+--", text, re.MULTILINE)) for text in (first, every)]
@@ -71,11 +71,10 @@ def test_the_module_runs_as_a_program_and_imports_no_other_command():
     assert (done.returncode, done.stderr.startswith("saf inspect: /nowhere does not exist")) == (2, True)
 
 
-@pytest.mark.parametrize("words", ["--help", "doctor --json"])
-def test_a_closed_pipe_ends_a_command_quietly(words):
+def test_a_closed_pipe_ends_a_command_quietly():
     reader, writer = os.pipe()
     os.close(reader)
-    done = subprocess.run([sys.executable, "-m", "saf", *words.split()], stdout=writer, stderr=subprocess.PIPE)
+    done = subprocess.run([sys.executable, "-m", "saf", "--help"], stdout=writer, stderr=subprocess.PIPE)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, b"")
 

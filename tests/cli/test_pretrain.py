@@ -1,4 +1,3 @@
-import json
 import re
 
 import pytest
@@ -69,26 +68,6 @@ def test_flags_that_would_be_without_effect_are_refused(tmp_path, words, message
         parse(*data, "--out", tmp_path, *words)
 
 
-def test_two_arms(text_data, tmp_path, capsys):
-    ordinary, frozen = tmp_path / "ordinary", tmp_path / "frozen"
-    parse("--data", text_data, "--out", ordinary, *SMALL, "--json").run()
-    printed = json.loads(capsys.readouterr().out)
-    assert printed == read_json(ordinary / "result.json")
-    parent = ordinary / "checkpoints" / "step-2"
-    result = parse(
-        *("--parent", parent, "--out", frozen, "--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--quiet")
-    ).run()
-    table = capsys.readouterr().out
-    assert "frozen arm, 4 updates" in table
-    assert f"{result['report_perplexity']:.3f}" in table
-    assert "after update 2" in table
-    assert len(result["provenance"]["heads"]) == 2
-    assert result["provenance"]["checkpoints"]["parent"] == read_json(parent / "manifest.json")["hash"]
-    again = ("--freeze.rate", 0.25, "--freeze.max-fit-kl", 10, "--updates", 5, "--quiet")
-    more = parse("--parent", frozen / "checkpoints" / "step-4", "--out", tmp_path / "again", *again).run()
-    assert len(more["provenance"]["heads"]) == 4
-
-
 def test_a_run_as_parent_is_its_newest_checkpoint_when_it_begins_and_when_it_is_resumed(text_data, tmp_path):
     run, on = tmp_path / "run", tmp_path / "on"
     parse("--data", text_data, "--out", run, *SMALL).run()
@@ -117,15 +96,6 @@ def test_resume_takes_the_runs_settings_and_refuses_others(text_data, tmp_path):
     ):
         with pytest.raises(InputError, match=rf"cannot resume with other settings \({setting} must be "):
             parse(*words, "--resume").run()
-
-
-def test_help_shows_the_parents_settings(text_data, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "300")
-    parse("--data", text_data, "--out", tmp_path / "run", *SMALL, "--peak-lr", 0.03125).run()
-    with pytest.raises(SystemExit):
-        parse("--parent", tmp_path / "run/checkpoints/step-2", "--out", tmp_path / "on", "--help-all")
-    printed = capsys.readouterr().out
-    assert all(words in printed for words in ("(default: 0.03125)", "(default: num_layers 2"))
 
 
 def test_a_run_of_recall_needs_no_data_and_prints_its_accuracy_by_tokens_and_pairs(tmp_path, capsys):

@@ -19,24 +19,10 @@ from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.records.files import read_json, read_tensors
 from saf.records.table import signed
 from saf.tasks.text import LOG_PROBS, read_evaluation
+from tests.cli.conftest import TEXT
 from tests.transformers_models import LENGTH, make
 
 FLAGS = ("--sequences", 4, "--batch-size", 2, "--device", "cpu", "--accept-loss")
-TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps. " * 40
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory):
-    """A model of transformers with its tokenizer, a file of text, and data prepared with that tokenizer."""
-    root = tmp_path_factory.mktemp("transformers")
-    text = root / "text.txt"
-    text.write_text(TEXT)
-    make("llama-grouped", vocab_size=300).save_pretrained(root / "model")
-    train_bpe([TEXT], vocab_size=300).save(root / "model" / "tokenizer.json")
-    (root / "lines.jsonl").write_text("\n".join(json.dumps({"text": f"{n}. {TEXT[n : n + 300]}"}) for n in range(80)))
-    words = ["data", "prepare", root / "lines.jsonl", "--tokenizer", root / "model", "--heldout-fraction", 0.5]
-    assert main([*map(str, words), "--out", str(root / "data")]) == 0
-    return root
 
 
 @pytest.fixture(scope="module")
