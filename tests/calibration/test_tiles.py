@@ -1,31 +1,15 @@
 """The Triton tile loop: exact under the interpreter, fitting Hopper when compiled for it."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-FOLDER = Path(__file__).parent
+from tests.ops.conftest import run_worker
+
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
-
-
-def worker(mode: str, **environment: str) -> dict:
-    """Run `tile_worker.py` in a process of its own, so that the interpreter's switch reaches no other test."""
-    pytest.importorskip("triton")
-    settings = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    settings |= {"PYTHONPATH": str(FOLDER.parents[1]), "OMP_NUM_THREADS": "1", **environment}
-    command = [sys.executable, str(FOLDER / "tile_worker.py"), mode]
-    done = subprocess.run(command, env=settings, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def test_every_case_equals_the_dense_oracle():
     """One sequence scores exactly zero, and a query that is not a number reaches its own head alone."""
-    errors = worker("interpreted", TRITON_INTERPRET="1", CUDA_VISIBLE_DEVICES="")
+    errors = run_worker("calibration/tile_worker.py", "interpreted", interpret=True, CUDA_VISIBLE_DEVICES="")
     assert errors.pop("poisoned") == {field: [True, False] for field in FIELDS}
     # Marginals alone normalise blocks of rows together: with a floor of 1e-3 rows differ by up to 129 * 1e-3.
     by_blocks = errors.pop("floor-by-blocks")
@@ -39,7 +23,7 @@ def test_every_case_equals_the_dense_oracle():
 @pytest.mark.slow
 def test_fits_hopper():
     """Little is spilled, one program fits everywhere, and three on a multiprocessor at the paper's head size."""
-    compiled = worker("compiled")
+    compiled = run_worker("calibration/tile_worker.py", "compiled", interpret=False)
     if "skip" in compiled:
         pytest.skip(compiled["skip"])
     limits = {name: 456 if name.endswith("fp32 D256") else 64 * name.startswith(("tile", "edge")) for name in compiled}

@@ -9,20 +9,19 @@ from pathlib import Path
 
 import pytest
 
-FOLDER = Path(__file__).parent
-REPOSITORY = FOLDER.parents[1]
+REPOSITORY = Path(__file__).parents[2]
 
 
-def run_worker(script: str, *arguments: str, interpret: bool) -> dict:
-    """Run a script of this folder and return the JSON object on its last line."""
+def run_worker(script: str, *arguments: str, interpret: bool, **settings: str) -> dict:
+    """Run a script of tests/ with settings of the environment; return the JSON object on its last line."""
     if find_spec("triton") is None:
         pytest.skip("triton is not installed")
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
+    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), **settings}
     environment.pop("TRITON_INTERPRET", None)
     if interpret:
         environment["TRITON_INTERPRET"] = "1"
     run = subprocess.run(
-        [sys.executable, str(FOLDER / script), *arguments],
+        [sys.executable, str(REPOSITORY / "tests" / script), *arguments],
         env=environment,
         cwd=REPOSITORY,
         capture_output=True,
@@ -42,10 +41,10 @@ def kernel_results(request: pytest.FixtureRequest) -> dict:
         for each in request.session.items
         if "kernel_results" in getattr(each, "fixturenames", ())
     ]
-    return run_worker("kernel_worker.py", *dict.fromkeys(areas), interpret=not torch.cuda.is_available())
+    return run_worker("ops/kernel_worker.py", *dict.fromkeys(areas), interpret=not torch.cuda.is_available())
 
 
 @pytest.fixture(scope="session")
 def sm90() -> dict:
     """Resources of every configuration of the written rules, compiled for compute capability 9.0."""
-    return run_worker("sm90_worker.py", interpret=False)
+    return run_worker("ops/sm90_worker.py", interpret=False)

@@ -40,6 +40,11 @@ def hard_patterns(names: Sequence[str], length: int, device: torch.device | str 
     return CompactPattern.from_parameters(*(torch.stack(part).to(device) for part in zip(*pairs, strict=True)))
 
 
+def random_pattern(heads: int, length: int, generator: torch.Generator) -> CompactPattern:
+    alpha, rho = torch.randn(2, heads, length, generator=generator, dtype=torch.float64)
+    return CompactPattern.from_parameters(alpha, rho)
+
+
 def real_patterns(
     real_heads: dict[str, torch.Tensor], count: int, length: int, device: torch.device | str = "cpu"
 ) -> CompactPattern:

@@ -238,6 +238,11 @@ def _by_name(case: Case, leaves: dict[str, tuple[Tensor, Tensor]], output: Tenso
     return {"output": output} | {name: inside(whole, case).clone() for name, whole in gradients.items()}
 
 
+def relative(actual: Tensor, expected: Tensor) -> float:
+    """Return the relative L2 error of a tensor."""
+    return ((actual.double() - expected).norm() / expected.norm()).item()
+
+
 def largest(actual: Tensor, expected: Tensor) -> float:
     """Return the largest relative L2 error among heads `[B, heads, T, D]`; infinity for NaN."""
     actual, expected = actual.double(), expected.double()

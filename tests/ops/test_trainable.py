@@ -11,16 +11,13 @@ from saf.ops import BACKENDS, FrozenHeads, choose_backend, frozen_attention, mix
 from saf.ops.heads import take_heads
 from saf.ops.toeplitz.op import compact_tables, level_logits
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
+from tests.ops.hard_patterns import random_pattern
 from tests.ops.kernels.logits import NAMES, Case, dense_gradients, drawn, errors
+from tests.ops.layers import relative
 
 TRAINABLE = ["toeplitz", "reference"]
 BUDGET = {torch.float64: 1e-12, torch.float32: 2.0**-20, torch.bfloat16: 3 * 2.0**-8}
 """Relative L2 errors: 16 roundings of float32, three of bfloat16, and of float64 logits of a hundred nats."""
-
-
-def compact(heads: int, length: int, generator: torch.Generator) -> CompactPattern:
-    alpha, rho = torch.randn(2, heads, length, generator=generator, dtype=torch.float64)
-    return CompactPattern.from_parameters(alpha, rho)
 
 
 def trained(pattern: CompactPattern, dtype: torch.dtype = torch.float32) -> list[TrainablePattern]:
@@ -51,10 +48,6 @@ def gradients(patterns: list[TrainablePattern]) -> list[Tensor]:
     return [torch.stack([getattr(one, name).grad for one in patterns]) for name in NAMES[1:]]
 
 
-def relative(actual: Tensor, expected: Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
-
-
 @pytest.mark.parametrize("backend", TRAINABLE)
 @pytest.mark.parametrize("length", [1, 19])
 def test_finite_differences_agree_with_grouped_values(backend, length, generator, monkeypatch):
@@ -74,7 +67,7 @@ def test_finite_differences_agree_with_grouped_values(backend, length, generator
 @pytest.mark.parametrize("dtype", BUDGET, ids=str)
 def test_output_and_gradients_match_the_dense_form(backend, dtype, generator):
     """Three roundings of operands in bfloat16, as in Eq. (S.16); sums of up to T in float32."""
-    patterns = trained(compact(3, 300, generator), torch.promote_types(dtype, torch.float32))
+    patterns = trained(random_pattern(3, 300, generator), torch.promote_types(dtype, torch.float32))
     frozen = FrozenHeads.from_patterns(patterns, backend=backend, dtype=dtype)
     draw = torch.randn(2, 2, 3, 300, 16, generator=generator, dtype=torch.float64).to(dtype)
     value, upstream = draw[0].requires_grad_(), draw[1]
@@ -106,7 +99,7 @@ def test_logits_of_every_spread_have_at_most_twice_the_error_of_autograd(dtype, 
 
 @pytest.mark.parametrize("backend", TRAINABLE)
 def test_left_padding_gives_the_gradient_of_the_unpadded_rows(backend, generator):
-    pattern, start = compact(2, 60, generator), torch.tensor([0, 7, 31])
+    pattern, start = random_pattern(2, 60, generator), torch.tensor([0, 7, 31])
     query, key, value = (torch.randn(3, heads, 50, 8, generator=generator) for heads in (1, 1, 3))
     padded, alone = trained(pattern), trained(pattern)
     frozen = FrozenHeads.from_patterns(padded, backend=backend)
@@ -121,7 +114,7 @@ def test_left_padding_gives_the_gradient_of_the_unpadded_rows(backend, generator
 @pytest.mark.parametrize("backend", TRAINABLE)
 def test_fixed_and_trainable_heads_share_a_layer(backend, generator):
     """Fixed ones never get a gradient; of the others each gets its own."""
-    pattern, length = compact(3, 50, generator), 40
+    pattern, length = random_pattern(3, 50, generator), 40
     stored = torch.rand(50, 50, generator=generator, dtype=torch.float64).tril() + 1e-3 * torch.eye(50)
     stored = DensePattern(stored / stored.sum(-1, keepdim=True))
     one, two = trained(pattern[1:], torch.float64)
@@ -165,7 +158,7 @@ def test_no_tensor_of_every_pair_of_positions_is_made(generator):
 
 
 def test_what_cannot_be_trained_is_refused(generator):
-    pattern = trained(compact(1, 30, generator))
+    pattern = trained(random_pattern(1, 30, generator))
     with pytest.raises(UnsupportedError, match=r"backend 'fused' cannot run: it has no gradients for key and distance"):
         FrozenHeads.from_patterns(pattern, backend="fused")
     with pytest.raises(UnsupportedError, match="float16 has too little range"):

@@ -1,11 +1,10 @@
-import random
 from pathlib import Path
 
 import pytest
 
-from saf.data import prepare
 from saf.records.files import read_json, read_lines
 from saf.train import TrainConfig, latest, pretrain
+from tests.report.synthetic import write_data
 
 SMALL = {
     "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
@@ -16,19 +15,12 @@ SMALL = {
     "device": "cpu",
 }
 """Settings of runs of under a second."""
-WORDS = ["the", "of", "head", "freeze", "pattern", "window", "token", "loss", "update", "rate", "layer", "model"]
 
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory) -> Path:
     """A small data folder."""
-    folder = tmp_path_factory.mktemp("train-data")
-    rng = random.Random(0)
-    (folder / "text").mkdir()
-    for number in range(40):
-        (folder / "text" / f"{number}.txt").write_text(" ".join(rng.choice(WORDS) for _ in range(600)))
-    prepare([str(folder / "text")], folder / "data", vocab_size=300, heldout_fraction=0.3, progress=False)
-    return folder / "data"
+    return write_data(tmp_path_factory.mktemp("train-data"))
 
 
 @pytest.fixture

@@ -113,12 +113,8 @@ def test_heads_are_frozen_during_finetuning_and_resuming_goes_on_inside_an_epoch
     assert losses[0] == losses[1]
     killed(lambda: command("again", *one), loop, "run_update", 3)
     folder = ordinary.folder.parent
-    for words, message in (
-        (["--epochs", "3"], "updates must be 7, got 11"),
-        (["--peak-lr", "1"], "cannot resume with other settings"),
-    ):
-        assert main(["finetune", "--out", str(folder / "again"), "--resume", *words]) == 2
-        assert message in " ".join(capsys.readouterr().err.split())
+    assert main(["finetune", "--out", str(folder / "again"), "--resume", "--epochs", "3"]) == 2
+    assert "updates must be 7, got 11" in " ".join(capsys.readouterr().err.split())
     again = command("again", "--resume", task=False)
     assert outcome(ordinary.folder) == outcome(again.folder)
 
@@ -145,7 +141,6 @@ def test_finetuning_that_cannot_work_is_refused(capsys, files, parents, tmp_path
     train, test = str(files / "train.jsonl"), ["--test", str(files / "test.jsonl")]
     for parent, words, expected in (
         ("freeze", ["--task", train, *test], "epochs must be chosen by the ordinary model; "),
-        ("ordinary", ["--task", train, *test, "--freeze.rate", "0.25"], "epochs must be chosen by the ordinary model"),
         ("ordinary", ["--task", train, *test, "--warmup", "0.1"], "constant rate"),
         ("ordinary", ["--task", train, *test, "--epochs", "1", "--update-budget", "9"], "must be None with epochs"),
         ("ordinary", ["--task", str(few), *test], "must have different updates, got 1, 1, 2, 2, 3"),

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional as F
 
+from tests.ops.layers import relative
+
 IGNORED = -100
 
 
@@ -41,10 +43,6 @@ def run(case: Gelu | Loss, device: str) -> list[str]:
     """Return which limits break; the interpreter truncates to bfloat16."""
     checks = _gelu(case, device) if isinstance(case, Gelu) else _loss(case, device)
     return [name for name, holds in checks.items() if not holds]
-
-
-def relative(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    return ((actual.double() - exact).norm() / exact.norm()).item()
 
 
 def _gelu(case: Gelu, device: str) -> dict[str, bool]:
