@@ -7,6 +7,7 @@ names of `HOW_TO_MEASURE`.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any
 
 import torch
@@ -29,8 +30,15 @@ HOW_TO_MEASURE = {
 
 
 def head_score(function: Score) -> Score:
-    """Add a score to `SCORES` by the name of its function; the first line of its docstring describes it."""
-    SCORES[function.__name__] = function
+    """Add a score to `SCORES` by the name of its function; the first line of its docstring describes it.
+
+    A function replaces one of the same module, as where a notebook runs a cell again. Raises InputError where the name
+    is another module's.
+    """
+    name = function.__name__
+    if name in SCORES and SCORES[name].__module__ != function.__module__:
+        raise InputError(f"score {name!r} exists in {SCORES[name].__module__}: rename the function")
+    SCORES[name] = function
     return function
 
 
@@ -58,14 +66,20 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **inp
     # A function of the user's own may leave heads out by NaN; of a named score an input was measured for fewer heads.
     without = (values.isnan() & statistics.measured).nonzero().tolist()
     if without and isinstance(name, str):
-        remedy = _how_to_measure(required) or "measure all heads"
+        remedy = _how_to_measure(required) or "its function must return numbers, got NaN"
         raise InputError(f"score {name!r} has no value for live heads {without[:4]}: {remedy}")
     return values
 
 
 def required_inputs(name: str | Score) -> tuple[str, ...]:
-    """Return the names of what a score reads beyond the statistics."""
-    return required_keywords(_function(name))
+    """Return the names of what a score reads beyond the statistics; raise InputError where they are positional."""
+    function = _function(name)
+    further = [*signature(function).parameters.values()][1:]
+    if wrong := [
+        each.name for each in further if each.kind is each.POSITIONAL_OR_KEYWORD and each.default is each.empty
+    ]:
+        raise InputError(f"score {score_name(name)!r} must take {', '.join(wrong)} by keyword: put *, before them")
+    return required_keywords(function)
 
 
 def score_name(name: str | Score) -> str:
@@ -81,7 +95,8 @@ def _function(name: str | Score) -> Score:
 
 
 def _how_to_measure(inputs: Iterable[str]) -> str:
-    return "; ".join(HOW_TO_MEASURE.get(key, f"pass it, or call calibrate(..., collect=({key!r},))") for key in inputs)
+    collected = "pass it, or call calibrate(..., collect=({!r},)) for a name in saf.calibration.COLLECTIONS"
+    return "; ".join(HOW_TO_MEASURE.get(key, collected.format(key)) for key in inputs)
 
 
 # --- the scores

@@ -7,7 +7,7 @@ import torch
 
 import saf
 from saf.errors import InputError
-from saf.scores import HOW_TO_MEASURE, HeadOutputs, required_inputs
+from saf.scores import HOW_TO_MEASURE, SCORES, HeadOutputs, head_score, required_inputs
 from saf.selection import ranking
 from saf.statistics import AttentionStatistics
 from tests.calibration.test_calibrate import model, tokens
@@ -117,6 +117,7 @@ def test_a_function_is_a_score_and_what_it_reads_is_collected():
     [
         (lambda actual: actual.variance[0], {}, "one number a head"),
         (lambda actual, *, factor: actual.variance, {}, "needs factor"),
+        (lambda actual, factor: actual.variance, {}, "must take factor by keyword"),
         ("magic", {}, "score must be one of .*, got 'magic'"),
         ("variance", {"seed": 1}, "takes no options; got seed"),
         ("gate_taylor", {"gates": GRADIENT[0]}, r"\[2, 3\]; got \[3\]"),
@@ -126,6 +127,15 @@ def test_a_function_is_a_score_and_what_it_reads_is_collected():
 def test_wrong_requests_are_refused(name, inputs, message):
     with pytest.raises(InputError, match=message):
         saf.score(statistics(), name, **inputs)
+
+
+def test_a_name_of_another_module_is_not_taken():
+    def variance(actual):
+        return actual.variance
+
+    with pytest.raises(InputError, match=r"score 'variance' exists in saf\.scores"):
+        head_score(variance)
+    assert SCORES["variance"] is not variance
 
 
 def test_random_scores_follow_the_seed_and_not_what_is_frozen():

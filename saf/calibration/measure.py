@@ -313,5 +313,10 @@ class Collector:
                 continue
             tensor, at = self.tensors[name], tuple(index[letter] for letter in kind.shape)
             value = kind.value(strip)
+            # Checked, as another shape might broadcast: of FQ, one row of numbers would stand for all heads.
+            if not chosen and value.shape != (expected := tensor[at].shape):
+                raise InputError(
+                    f"collect {name!r} must be {kind.shape}, here {[*expected]} of a strip; got {[*value.shape]}"
+                )
             value = (value[..., rows, :] if chosen else value).to(tensor)
             tensor[at] = tensor[at] + value if kind.is_sum else value
