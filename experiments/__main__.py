@@ -10,19 +10,22 @@ import torch
 import tyro
 
 from experiments.inputs import Inputs, check, smoke_inputs
-from experiments.measurements import Maker
-from experiments.paper import NUMBERED
+from experiments.measurements import Maker, records_of
 from experiments.recipe import Recipe, recipe, recipe_names, recipes_for
 from experiments.records import read_records
 from experiments.results import document, on_terminal, recipe_blocks, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
-from experiments.scales import Scale, scale_named
+from experiments.scales import SCALES, Scale, scale_named
 from experiments.tables import RecipeTable, check_recipe, latex
 from saf.cli.output import print_progress
 from saf.errors import InputError, SafError
 from saf.records.files import write_atomically
 from saf.records.table import byte_size
 from saf.train.loop import EXIT_STOPPED
+
+DEFAULT_SCALE = "small"
+NUM_OTHERS = 5
+"""Number of further scales that --show names."""
 
 
 @dataclass(kw_only=True)
@@ -36,9 +39,10 @@ class Experiments:
 
     recipes: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="[RECIPE ...]")] = ()
     """Names of recipes, or tables and figures of the paper: table-8, figure-3, tab:timing-main."""
-    scale: str = "small"
+    scale: str = ""
     """Size of the runs: smoke, small, 124m-84M, converged or paper (docs/experiments.md). small-75M also sets tokens
-    of a run, small-75M-again names another series of the same runs."""
+    of a run, small-75M-again names another series of the same runs. Without one it is small, and for --show the scale
+    that has most rows."""
     arms: Annotated[tuple[str, ...], tyro.conf.arg(metavar="[ARM ...]")] = ()
     """Train only these arms, whether the recipes name them or not, with those they need; or measure only these."""
     seeds: Annotated[tuple[int, ...], tyro.conf.arg(metavar="[SEED ...]")] = ()
@@ -65,16 +69,14 @@ class Experiments:
 
     def run(self) -> int:
         if not self.recipes and not self.arms:
-            for name in recipe_names():
-                labels = [NUMBERED.get(label, label) for label in recipe(name).labels[:1]]
-                print(f"{name:24} {recipe(name).title} ({', '.join(labels) or 'ours'})")
+            _list_recipes()
             return 0
-        scale = scale_named(self.scale)
+        scale = scale_named(self.scale or DEFAULT_SCALE)
         chosen = {name: recipe(name) for word in self.recipes for name in recipes_for(word)}
         for name, each in chosen.items():
             check_recipe(name, each)
         if self.show:
-            self._show(chosen)
+            self._show_recorded(chosen)
             return 0
         runs = plan(self._wanted(scale, chosen), scale, self.out)
         if self.dry_run:
@@ -91,7 +93,9 @@ class Experiments:
         outcome = execute(runs, inputs, jobs=self.jobs)
         if not outcome.stopped:
             self._measure(scale, chosen, runs, inputs, outcome)
-        self._show(chosen)
+        records = read_records(self.out, scale.name)
+        for name, each in chosen.items():
+            self._show(RecipeTable(name, each, scale.name, records))
         for title, problem in outcome.failed.items():
             print_progress(f"{title} {problem}")
         return EXIT_STOPPED if outcome.stopped else int(bool(outcome.failed))
@@ -128,20 +132,56 @@ class Experiments:
                     if wanted and (problem := maker.make(one)):
                         outcome.failed[f"{name}, {one.name} (seed {seed})"] = problem
 
-    def _show(self, chosen: dict[str, Recipe]) -> None:
-        records = read_records(self.out, self.scale)
+    def _show(self, table: RecipeTable) -> None:
+        blocks = list(recipe_blocks(table, self.out / table.scale))
+        print(f"\n{on_terminal(blocks)}")
+        if self.tables:
+            stem = f"{table.scale}-{table.name}"
+            frames = [
+                frame for block in blocks for frame in (block.page, block.frame) if frame is not None and len(frame)
+            ]
+            files = {f"{stem}.md": document(blocks), f"{stem}.tex": "\n".join(map(latex, frames))}
+            files |= {
+                f"{stem}.csv": table.csv(),
+                **{block.picture[1]: block.picture[2] for block in blocks if block.picture},
+            }
+            written = [write_atomically(self.tables / file, text.encode()) for file, text in files.items() if text]
+            print(f"\nAll rows and metrics: {', '.join(map(str, written))}.")
+        elif any(block.page is not None and len(block.page) for block in blocks):
+            print("\nAll rows and metrics, and LaTeX: --tables FOLDER.")
+
+    def _show_recorded(self, chosen: dict[str, Recipe]) -> None:
+        """Show recipes at their scale, or each at the one with most of its rows, and name further scales."""
+        scales = sorted(path.name for path in self.out.glob("*") if path.name.partition("-")[0] in SCALES)
+        records = {scale: read_records(self.out, scale) for scale in scales}
         for name, each in chosen.items():
-            table = RecipeTable(name, each, self.scale, records)
-            blocks = list(recipe_blocks(table, self.out / self.scale))
-            print(f"\n{on_terminal(blocks)}")
-            if self.tables is None:
-                continue
-            stem, tex = f"{self.scale}-{name}", "\n".join(latex(block.frame) for block in blocks if len(block.frame))
-            files = {f"{stem}.md": document(blocks), f"{stem}.tex": tex, f"{stem}.csv": table.csv()}
-            files |= {block.picture[1]: block.picture[2] for block in blocks if block.picture}
-            for file, content in files.items():
-                if content:
-                    write_atomically(self.tables / file, content.encode())
+            tables = {scale: RecipeTable(name, each, scale, records[scale]) for scale in scales}
+            counts = {scale: self._num_filled(table) for scale, table in tables.items()}
+            full = sorted(filter(counts.get, scales), key=lambda one: (-counts[one], -len(records[one])))
+            scale = self.scale or next(iter(full), DEFAULT_SCALE)
+            if scale in full:
+                self._show(tables[scale])
+            else:
+                print(f"\n{each.numbered_title}: there are no results of it in {self.out / scale}")
+            total = (len(each.rows) if each.metrics else 0) + len(each.measurements)
+            others = [one for one in full if one != scale and counts[one] > min(1, total - 1)]
+            if others:
+                listed = ", ".join(f"{one} ({counts[one]} of {total})" for one in others[:NUM_OTHERS])
+                print(f"\nOther scales in {self.out}, by rows and measurements that have results: {listed}.")
+            elif not full:
+                print("\nCommitted results: --out results --show; more of them, as of speed, are in docs/results.md.")
+
+    def _num_filled(self, table: RecipeTable) -> int:
+        """Return how many rows and measurements have records."""
+        measured = records_of(table.name, table.recipe.measurements, self.out / table.scale, table.scale)
+        return len(table.recorded()) + len(measured)
+
+
+def _list_recipes() -> None:
+    for name in recipe_names():
+        own = recipe(name)
+        place = "" if own.numbered_title != own.title else f" ({(*own.repeats, 'ours')[0]})"
+        print(f"{name:24} {own.numbered_title}{place}")
 
 
 def _list(runs: dict[Key, Run], rate: float | None) -> None:
@@ -221,6 +261,9 @@ def main(words: list[str]) -> int:
         return 2
     except BrokenPipeError:  # as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:  # a full disk, a folder without permission: no fault of the program's
+        print_progress(f"error: {error.filename or 'input or output'}: {error.strerror or error}")
         return 1
 
 

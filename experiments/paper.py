@@ -18,7 +18,7 @@ class Source:
     @property
     def note(self) -> str:
         """The note below a table with numbers of it."""
-        return f"Paper, {self.label}: {self.conditions}."
+        return f"Paper, {NUMBERED.get(self.label, self.label)}: {self.conditions}."
 
 
 # --- text as data

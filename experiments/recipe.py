@@ -109,7 +109,9 @@ class Recipe:
     measurements: tuple[Measurement, ...] = ()
     figures: tuple[Figure, ...] = ()
     also: tuple[str, ...] = ()
-    """Labels of further tables and figures of the paper that it answers."""
+    """Labels of further tables, figures and sections of the paper that its numbers are from."""
+    quoted: tuple[str, ...] = ()
+    """Those of its labels that it quotes numbers from, and that other recipes repeat."""
     notes: tuple[str, ...] = ()
     seeds: int | None = None
     """Number of seeds to run, from the first of the scale's on; None runs them all."""
@@ -121,6 +123,17 @@ class Recipe:
     @property
     def labels(self) -> tuple[str, ...]:
         return (*((self.source.label,) if self.source else ()), *self.also)
+
+    @property
+    def repeats(self) -> tuple[str, ...]:
+        """The labels of what it repeats: a command that names one of them runs the recipe."""
+        return tuple(label for label in self.labels if label not in self.quoted)
+
+    @property
+    def numbered_title(self) -> str:
+        """The title with the number of the table or figure that it repeats."""
+        number = NUMBERED.get(self.repeats[0]) if self.repeats else None
+        return f"{self.title} ({number})" if number else self.title
 
     def arms(self, scale: str) -> tuple[str, ...]:
         """Return the arms that are run at a scale; the runner adds those that they need, such as parents."""
@@ -158,10 +171,11 @@ def recipes_for(word: str) -> list[str]:
 
     Of several, those that repeat a table of the paper come before questions of ours.
     """
-    labels = {label for label, number in NUMBERED.items() if word in (label, number.lower().replace(" ", "-"))}
+    plain = word.lower().replace(" ", "-")  # "Table 8", as the paper has it
+    labels = {label for label, number in NUMBERED.items() if plain in (label, number.lower().replace(" ", "-"))}
     if not labels:
         return [word]
-    matches = {name: each for name, each in all_recipes().items() if labels & {*each.labels}}
+    matches = {name: each for name, each in all_recipes().items() if labels & {*each.repeats}}
     if not matches:
         raise InputError(f"no recipe shows {word}; docs/recipes.md lists the paper's tables and figures")
     return sorted(matches, key=lambda name: matches[name].source is None)
@@ -170,7 +184,7 @@ def recipes_for(word: str) -> list[str]:
 def recipe(name: str) -> Recipe:
     """Return a recipe; raise InputError for a name that there is not."""
     if name not in all_recipes():
-        raise InputError(
-            f"there is no recipe {name!r}{did_you_mean(name, recipe_names()) or '; `python -m experiments` lists them'}"
-        )
+        numbers = [number.lower().replace(" ", "-") for number in NUMBERED.values()]
+        hint = did_you_mean(name, [*recipe_names(), *numbers]) or "; `python -m experiments` lists them"
+        raise InputError(f"there is no recipe {name!r}{hint}")
     return all_recipes()[name]

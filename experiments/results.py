@@ -246,7 +246,7 @@ def _blocks(name: str, results: Path) -> Iterator[Block]:
         records = read_records(results, scale)
         for each in recipes if records else ():
             series = SERIES.get(scale, "") if recipe(each).metrics else ""
-            yield Block(heading=f"{recipe(each).title}, {scale}", text=series)
+            yield Block(heading=f"{recipe(each).numbered_title}, {scale}", text=series)
             yield from recipe_blocks(RecipeTable(each, recipe(each), scale, records), results / scale)
     measured = read_benchmarks(results)
     if name == "heads":
@@ -266,7 +266,7 @@ def _blocks(name: str, results: Path) -> Iterator[Block]:
 
 def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
     """Yield a recipe's blocks at one scale: its table, its headline for the page, and its measurements."""
-    heading, title = f"{table.recipe.title}, {table.scale}", f"{table.recipe.title} ({table.scale})"
+    heading, title = f"{table.recipe.numbered_title}, {table.scale}", f"{table.recipe.title} ({table.scale})"
     where = {"section": "Recipes", "recipe": table.name, "scale": table.scale}
     if table.recipe.metrics and len(every := table.text_table()):
         page = table.text_table(headline=True) if table.recipe.headline else None
@@ -309,8 +309,6 @@ def on_terminal(blocks: Sequence[Block]) -> str:
         table = block.page if is_headline else block.frame
         if table is not None and len(table):
             texts += [block.title or block.heading, terminal(table)]
-            if is_headline:
-                texts.append("All rows and metrics: --tables FOLDER.")
         texts.append(re.sub(r"\\(\W)", r"\1", block.text))  # without the marks of Markdown
     return "\n\n".join(filter(None, texts))
 

@@ -201,7 +201,6 @@ class RecipeTable:
     def __init__(self, name: str, recipe: Recipe, scale: str, records: Iterable[Record]):
         self.name, self.recipe, self.scale = name, recipe, scale
         self._records = {(each["experiment"]["arm"], int(each["experiment"]["seed"])): each for each in records}
-        self._lines = numbers(self._records.values())
         self._arms = {arm for arm, _ in self._records}
         self._references = {row.arm: row.reference for row in recipe.rows}
         self._draws: dict[tuple[int, int, int], dict[str, np.ndarray]] = {}
@@ -212,6 +211,15 @@ class RecipeTable:
         while name not in self._arms and name in arms() and arms()[name].elsewhere:
             name = str(arms()[name].elsewhere)
         return f"{name}{at}{place}"
+
+    @cached_property
+    def _lines(self) -> pd.DataFrame:
+        return numbers(self._records.values())
+
+    def recorded(self) -> list[Row]:
+        """Return the rows whose arms have records, without reading their numbers."""
+        rows = self.recipe.rows if self.recipe.metrics else ()
+        return [row for row in rows if self._arm_that_ran(row.arm).partition("@")[0] in self._arms]
 
     @cached_property
     def seeds(self) -> list[int]:

@@ -205,8 +205,7 @@ RECIPES["rates_and_patterns"] = Recipe(
     seeds=1,
     source=Source(
         "fig:prior-quality",
-        "124M at 4K, one seed; a figure without numbers: those of the mean are tab:kl-continuation-selector's and "
-        "tab:representation-details'",
+        "124M at 4K, one seed; a figure without numbers: those of the mean are from Tables 6 and 27",
     ),
     rows=(
         Row(arm="4k-ordinary", label="ordinary", paper={"perplexity": "23.9571"}),
@@ -236,6 +235,7 @@ RECIPES["rates_and_patterns"] = Recipe(
     metrics=("perplexity", "delta", "heads"),
     headline=("delta",),
     also=("tab:prior-geometry-correlation", "tab:kl-continuation-selector", "tab:representation-details"),
+    quoted=("tab:kl-continuation-selector", "tab:representation-details"),
     measurements=(
         Measurement(
             name="distance and cost",
@@ -382,6 +382,7 @@ _WITH_EXTRA_TOKENS = """
 RECIPES["better"] = Recipe(
     title="Variants of the paper's method",
     source=QUALITY,
+    quoted=(QUALITY.label,),
     rows=(
         Row(arm="4k-tracked-ordinary", label="ordinary"),
         *rows(_VARIANTS_25, reference="4k-tracked-ordinary"),

@@ -456,7 +456,7 @@ RECIPES["answer"] = Recipe(
     ),
     smoke=split_words("16k-exponential-50-time 16k-exponential-50-pruned-time 16k-gate-taylor-50 16k-ordinary-more"),
     notes=(
-        "The question is that of the paper's tab:equal-time-controls, whose models are of 124M and 2.46B tokens.",
+        "The question is that of the paper's Table 15, whose models are of 124M and 2.46B tokens.",
         "Speeds are those of 124M with heads frozen in linear time and with the same heads pruned, measured in one run "
         "(results/bench/linear.json); an event and its compilation are charged 28.3 s of 187.65 minutes.",
         "The difference is from the frozen arm of the same rate and clock; below zero is better than freezing.",

@@ -238,6 +238,7 @@ RECIPES["prefill_systems"] = Recipe(
     title="Causal prefill",
     source=paper.PREFILL,
     also=("fig:systems-across-stages", "tab:pruning-prefill", "app:kernel-details"),
+    quoted=("tab:pruning-prefill",),
     measurements=(
         *(_trained("lengths, 64 sequences", rate, _LENGTHS, _OTHERS) for rate in _TWO_RATES),
         *(_trained("batches at 4K", rate, _BATCHES_AT_4K, _CALLED) for rate in _TWO_RATES),

@@ -2,6 +2,7 @@
 
 import io
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,13 +11,15 @@ import pytest
 import torch
 from scipy import stats
 
+from experiments.__main__ import main
 from experiments.paper import Source
-from experiments.recipe import Recipe, recipe, recipe_names, rows
+from experiments.recipe import Recipe, recipe, recipe_names, recipes_for, rows
 from experiments.tables import METRICS, RecipeTable, check_recipe, terminal
 from saf.errors import CompareError, InputError
 from saf.paired import delta_of_windows
 
 ROOT = Path(__file__).resolve().parents[2]
+RECIPES_PAGE = (ROOT / "docs" / "recipes.md").read_text()
 RECIPE = Recipe(
     title="A table",
     source=Source("tab:none", "invented"),
@@ -173,4 +176,25 @@ def test_a_recipe_names_arms_metrics_and_rows_that_there_are(name):
     places = [place for f in found.figures for ls in f.panels.values() for t in ls.values() for place in t.values()]
     assert {arm for arm, _ in places} <= shown
     assert {metric for _, metric in places} <= set(found.metrics)
-    assert name in (ROOT / "docs" / "recipes.md").read_text()
+    assert name in RECIPES_PAGE
+
+
+def test_a_number_names_the_recipes_of_its_line_in_the_document_and_runs_no_others():
+    lines = re.findall(r"^\| ((?:Table|Figure) \d+), `(\S+)` \|.*\| (.*`.*) \|$", RECIPES_PAGE, re.MULTILINE)
+    assert len(lines) > 30
+    for number, label, cell in lines:
+        assert {*recipes_for(label)} <= {*recipes_for(number)}
+        assert {*recipes_for(label)} <= {*re.findall(r"`(\w+)`", cell)}, number
+    assert "better" not in recipes_for("table-2")  # three quarters of the tokens are ours, past the paper's table
+
+
+def test_committed_results_are_shown_at_the_scale_that_has_most_of_them(tmp_path, capsys):
+    words = ["table-12", "--show", "--out"]
+    assert main([*words, str(ROOT / "results"), "--tables", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert "Controls at matched tokens (Table 12), small-75M-controls" in shown
+    assert "small-75M-4k (5 of 8)" in shown
+    assert f"{tmp_path}/small-75M-controls-fixed_token_controls.tex" in shown
+    assert (tmp_path / "small-75M-controls-fixed_token_controls.tex").read_text().count("toprule") == 2
+    assert main([*words, str(tmp_path / "none")]) == 0
+    assert "no results of it" in capsys.readouterr().out
