@@ -144,9 +144,3 @@ def test_random_scores_follow_the_seed_and_not_what_is_frozen():
     assert torch.equal(part.nan_to_num(0), whole.masked_fill(VARIANCE.isnan(), 0))
     assert not torch.equal(whole, saf.score(statistics(torch.ones(2, 3)), "random", seed=4))
     assert torch.equal(torch.get_rng_state(), state)
-
-
-def test_mean_entropy_is_the_average_over_sequences_and_rows():
-    network, ids = model(torch.float64), tokens(3)
-    actual = saf.score(saf.calibrate(network, [ids], collect=("sequence_entropy",)), "mean_entropy")
-    print(actual.shape)

@@ -241,7 +241,6 @@ COLLECTIONS: dict[str, Collected] = {
     "logit_mean": Collected("FQK", lambda strip: _logits(strip).mean(0)),
     "logit_variance": Collected("FQK", lambda strip: _variance(_logits(strip), _logits(strip).mean(0))),
     "row_variance": Collected("FQ", lambda strip: _variance(strip.pattern, strip.mean).sum(-1)),
-    "sequence_entropy": Collected("FQ", lambda strip: torch.special.entr(strip.pattern).sum(-1).mean(0)),
     "sharp_eta_abs": Collected("FK", lambda strip: strip.sharp.eta_abs),
     "sharp_eta_rel": Collected("FK", lambda strip: strip.sharp.eta_rel),
     "sharp_row_entropy": Collected("F", lambda strip: strip.sharp.entropy / strip.length),

@@ -207,7 +207,6 @@ def dense_collections(logits: torch.Tensor) -> dict[str, torch.Tensor]:
         "mean": pattern.mean(1),
         "entry_variance": square,
         "row_variance": square.sum(-1),
-        "sequence_entropy": torch.special.entr(pattern).sum(-1).mean(1),
         "logit_mean": finite.mean(1),
         "logit_variance": finite.var(1) if count > 1 else torch.zeros_like(square),
         **{f"sharp_{name}": values for name, values in sharp._asdict().items()},
