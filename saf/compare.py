@@ -94,7 +94,8 @@ def compare_runs(
 def unlearnt_reason(result: Mapping[str, Any]) -> str | None:
     """Return why no run is to be compared with the one of this result; None where it learnt its task."""
     if (unigram := result.get("unigram_entropy")) and result["report_loss"] > unigram:
-        return f"the loss {result['report_loss']:.4f} is worse than the unigram entropy, {unigram:.4f}"
+        loss = f"the loss {result['report_loss']:.4f} is worse than the unigram entropy, {unigram:.4f}"
+        return f"{loss}, which token frequencies alone reach: train longer"
     if "recall" in result and (share := result["recall"]["development"]["accuracy"]) < GATE:
         answered = f"{100 * share:.1f}% of the development queries are answered, below {100 * GATE:g}%"
         return f"the task is not learnt: {answered}"

@@ -51,7 +51,7 @@ def unfitted_reason(storage: Storage, pattern: str) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class FreezeConfig:
-    """Hold the settings of one event that freezes or prunes heads."""
+    """Hold the settings of one event that freezes or prunes heads; `saf pretrain --help-all` explains each of them."""
 
     operation: Operation = "freeze"
     """Freeze heads into fixed patterns, or prune the same heads, that is remove them: the control. Pruning uses no

@@ -70,7 +70,8 @@ def freeze_(
     decides, or none where one of them fails. Wrap for data parallelism again afterwards.
 
     Args:
-        model: The project's `GPT` or another supported causal language model.
+        model: The project's `GPT` or another supported causal language model, compiled or not: compiled code follows
+            at the next call. Of a data-parallel wrapper pass the `.module`.
         batches: Calibration sequences: LongTensors `[B, T]` or mappings with `input_ids`. Patterns cover T
             positions, so longer inputs are refused afterwards; a T below the model's own limit warns. A score that
             reads gates takes its loss at the mappings' `targets` `[B, T]` where they have them (-100 is none), at

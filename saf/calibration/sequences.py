@@ -116,8 +116,9 @@ def _read_batch(batch: Any) -> tuple[list[Tensor], list[Tensor]]:
     fields: Mapping[str, Any] = item if isinstance(item, Mapping) else {"input_ids": item}
     tokens, targets = fields.get("input_ids"), fields.get("targets")
     if not isinstance(tokens, Tensor) or tokens.dim() != 2 or tokens.dtype not in _INTEGERS:
+        found = shown(tokens) if "input_ids" in fields else f"the keys {list(fields)}"
         raise InputError(
-            f"batches must be integer tensors [B, T] or mappings with such input_ids, got {shown(tokens)}; "
+            f"batches must be integer tensors [B, T] or mappings with such input_ids, got {found}; "
             "saf.integrations.transformers.text_sequences reads text"
         )
     ends = _ends(fields.get("attention_mask"), tokens)

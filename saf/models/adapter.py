@@ -35,7 +35,8 @@ def adapter_for(model: nn.Module) -> "Adapter":
     adapter = language_model(inner) if importable else None
     if adapter is None or not adapter.sites():
         raise UnsupportedError(
-            f"{type(inner).__name__} is not of a supported family: docs/huggingface.md lists them and how to add one"
+            f"{type(inner).__name__} is not of a supported family: docs/huggingface.md lists them and how to add one, "
+            "docs/guide.md has the operator for modules of your own"
         )
     adapter.check_attention()
     return adapter

@@ -357,9 +357,12 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int,
     elif k[2] != v[2] or q[2] > v[2] or not v[2]:
         problem = "need the same positions, at least one, queries the last of them"
     elif q[1] != len(live_kv) or k[1] != len(set(live_kv)):
-        problem = f"need {len(live_kv)} live heads of {len(set(live_kv))} KV heads; pass kv_head to from_patterns"
+        problem = (
+            f"do not fit the frozen heads: query must have the {len(live_kv)} live heads alone, key their "
+            f"{len(set(live_kv))} KV heads; where heads share KV heads, pass kv_head to from_patterns"
+        )
     elif not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(value.device.type):
-        problem = f"need the same dtype, got {query.dtype}, {key.dtype}, {value.dtype}"
+        raise InputError(f"query, key and value need the same dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
     else:
         return
     raise InputError(f"query, key and value {problem}, got {tuple(q)}, {tuple(k)}, {tuple(v)}")

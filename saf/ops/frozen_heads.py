@@ -88,7 +88,8 @@ class FrozenHeads(nn.Module):
         patterns, device = pattern_for_each_head(pattern), torch.device(device)
         lengths = {one.length for one in patterns}
         if len(lengths) != 1:
-            raise InputError(f"frozen heads of a layer need patterns of one length; got {sorted(lengths)}")
+            found = f"frozen heads of a layer need patterns of one length, got {sorted(lengths)}"
+            raise InputError(f"{found}: calibrate every event on the length of the first one")
         dtypes = (dtype,) if isinstance(dtype, torch.dtype) else tuple(dtype)
         read = None if kv_head is None else tuple(map(int, kv_head))
         if read is not None and (len(read) < len(patterns) or min(read) < 0):
@@ -144,7 +145,8 @@ class FrozenHeads(nn.Module):
         if dtype not in self.dtypes:
             names = " or ".join(map(str, self.dtypes))
             raise InputError(
-                f"values must be {names}, which frozen heads were prepared for, got {dtype}: cast the model"
+                f"values must be {names}, which frozen heads were prepared for, got {dtype}: cast the model, or pass "
+                f"dtype={dtype} to from_patterns"
             )
         return [FrozenPart(BACKENDS[name], slots, self.tables(dtype, name)) for name, slots in self.groups.items()]
 

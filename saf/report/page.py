@@ -119,6 +119,8 @@ def _warnings(comparisons: Sequence[ArmComparison]) -> Iterator[str]:
     for each in comparisons:
         if each.reason:
             yield f"{each.name} could not be compared: {each.reason}"
+        if unlearnt := (each.record or {}).get("not_learnt"):
+            yield f"{each.name} is not to be compared: {unlearnt}"
         for line in (each.record or {}).get("differences", ()):
             yield f"{each.name} differs in more than the freezing: {line}"
 

@@ -171,7 +171,7 @@ LIVE, ALL = (2, 1, 30, 8), (2, 3, 30, 8)
         (LIVE, (2, 1, 29, 8), ALL, {}, "need the same positions"),
         ((2, 1, 31, 8), LIVE, ALL, {}, "queries the last of them"),
         ((2, 1, 31, 8), (2, 1, 31, 8), (2, 3, 31, 8), {}, "input has 31 positions.*cover 30"),
-        (LIVE, (2, 2, 30, 8), ALL, {}, "need 1 live heads of 1 KV heads"),
+        (LIVE, (2, 2, 30, 8), ALL, {}, "the 1 live heads alone, key their 1 KV heads"),
         (LIVE, LIVE, (2, 2, 30, 8), {}, "pass kv_head"),
         (LIVE, LIVE, ALL, {"left_pad": torch.tensor([0, 30])}, "left padding must be positions 0 to 29"),
         (LIVE, LIVE, ALL, {"left_pad": torch.tensor([0])}, r"left padding must be integers \[2\]"),
