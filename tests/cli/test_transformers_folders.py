@@ -33,7 +33,7 @@ def frozen(base):
     return base / "frozen"
 
 
-def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, frozen, saf, saf_json, tmp_path):
+def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, frozen, saf_json):
     model = AutoModelForCausalLM.from_pretrained(frozen)
     assert model(torch.ones(1, 8, dtype=torch.long)).logits.isfinite().all()
     seen, before = saf_json("inspect", frozen), saf_json("inspect", base / "model")
@@ -42,10 +42,6 @@ def test_a_frozen_folder_opens_with_its_heads_tokenizer_and_provenance(base, fro
     assert (record["heads"], record["model"], record["precision"]) == (seen["frozen"], seen["hash"], "fp32")
     assert record["provenance"]["checkpoints"]["parent"] == before["hash"] != seen["hash"]
     assert (frozen / "tokenizer.json").read_bytes() == (base / "model" / "tokenizer.json").read_bytes()
-    copy = shutil.copytree(frozen, tmp_path / "copy")
-    (copy / "saf.safetensors").unlink()
-    code, _, message = saf("inspect", copy)
-    assert (code, "saf.safetensors is missing" in message) == (2, True)
 
 
 @pytest.mark.slow
@@ -86,11 +82,6 @@ def test_evaluations_keep_log_probabilities_compare_and_fill_the_card(base, froz
         (("compare", tmp_path / "ordinary", base / "model"), "expected an evaluation"),
         (("compare", tmp_path / "ordinary", tmp_path / "frozen", "--card", base / "model"), "is not an evaluation of"),
         (("report", base / "model"), "none of its heads is frozen"),
-        (("report", frozen, tmp_path / "frozen", tmp_path / "ordinary"), "has no frozen or pruned heads"),
-        (
-            ("freeze", half, "--data", base / "data", "--precision", "fp32", "--out", tmp_path / "no"),
-            "in float32, got bf16",
-        ),
     ):
         code, _, message = saf(*command)
         assert (code, words in " ".join(message.split())) == (2, True), message
@@ -151,7 +142,6 @@ def test_a_folder_that_cannot_be_used_is_refused(base, frozen, saf, tmp_path):
     cut.write_bytes(cut.read_bytes()[:1000])
     for command, folder, data, words in (
         ("freeze", copy("none", "config.json"), "text.txt", "expected a checkpoint (step-N), a run, a folder"),
-        ("evaluate", copy("weightless", "model.safetensors"), "text.txt", "no weights, model.safetensors"),
         ("freeze", cut.parent, "text.txt", "transformers cannot open"),
         ("evaluate", tmp_path / "over", "text.txt", "move saf.json and saf.safetensors out"),
         ("freeze", tmp_path / "classes", "text.txt", "must hold a causal language model"),

@@ -70,13 +70,10 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
     )
     pruned = ("evaluate", tmp_path / "pruned", *words)
     for command, message in (
-        (("report", tmp_path / "pruned", tmp_path / "b", tmp_path / "a"), ""),
         (("compare", tmp_path / "short", tmp_path / "longer"), "differ in longest: 12 in"),
         ((*pruned, "--length", 12), "at most 12 tokens"),
         ((*pruned, "--length", 97), "more than the model takes, 96"),
-        ((*pruned, "--partition", "train"), "--partition has no effect without --data"),
         (("evaluate", tmp_path / "pruned", "--too-long", "cut"), "has no effect without --tasks"),
-        (("evaluate", tmp_path / "pruned", "--tasks", "sst2", "sst2"), "must be named once"),
         (("evaluate", tmp_path / "pruned", "--tasks", "sst2", "--task-data", tmp_path), "holds no dev.tsv"),
     ):
         code, _, err = saf(*command)

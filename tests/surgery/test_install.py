@@ -140,7 +140,6 @@ def test_bad_requests_are_refused_and_leave_the_model_as_it_was():
         (HeadSet([(0, 0), (7, 0)]), patterns(2), {}, "heads must exist"),
         (SOME, patterns(5), {}, "6 heads need as many patterns.*got 5"),
         (SOME, patterns(6), {"optimizer": stranger}, "does not hold the model's"),
-        (SOME, patterns(6), {"backend": "cudnn"}, "backend must be one of"),
         (list(SOME)[::-1], patterns(6), {}, "sort both"),
     ]
     for heads, fixed, options, message in requests:

@@ -283,8 +283,6 @@ def test_a_checkpoint_is_finetuned_on_recall_other_arms_like_it_and_both_compare
     assert list(result["reports"]) == ["0", "1", "3"]
     assert [event.update for event in replaced.events] == [0]
     assert result["provenance"]["seed"] == results[0]["provenance"]["seed"] + 1_000
-    with pytest.raises(InputError, match="must be measured alike"):
-        compare_runs(ordinary, RecordedRun.open(text.out))
     with open(frozen.folder / "answers.jsonl", "a") as file:
         file.write("{}\n")
     with pytest.raises(InputError, match=r"answers\.jsonl is damaged"):

@@ -322,20 +322,15 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_its_update(settings, mon
         ({"report_at": (13,)}, "report_at must be different updates"),
         ({"save_at": (1.5,)}, "save_at must be shares"),
         ({"time_budget_seconds": 9.0, "update_budget": 3}, "time_budget_seconds must be above 0, or None"),
-        ({"rewarm": 3}, "rewarm must be"),
         ({"mqar": MQARSettings(pairs=4)}, "mqar must be left out without task='mqar'"),
         ({"freeze": FREEZE, "schedule": None}, "schedule must be"),
         ({"freeze": FREEZE, "schedule": OneTime(at=13)}, "schedule.at must be"),
-        ({"freeze": replace(FREEZE, backend="fused"), "kernel": "math"}, "kernel must be auto"),
         ({"freeze": replace(FREEZE, backend="fused")}, "backend 'fused' cannot run"),
         ({"freeze": replace(FREEZE, score=lambda statistics, *, weather: None)}, "got weather"),
         ({"freeze": FREEZE, "calibration_sequences": 10_000}, "calibration needs 10000 windows"),
         ({"freeze": replace(FREEZE, score="redundancy"), "heldout_sequences": 10**5}, "heldout_sequences"),
         ({"freeze": FreezeConfig(max_per_layer=1), "schedule": TrainLoss()}, "max_per_layer must be left out"),
         ({"freeze": FreezeConfig(whole_groups=True), "schedule": Gradual(groups=2)}, "whole_groups needs"),
-        ({"freeze": FreezeConfig(rate=1.0, operation="prune")}, "pruning must leave the model a head"),
-        ({"freeze": FreezeConfig(heads=((0, 4),))}, "heads must exist"),
-        ({"kernel": "cudnn"}, "needs a CUDA device"),
         ({"batch_size": 2**40}, "training needs about"),
         ({"freeze": FREEZE, "schedule": OneTime(at=4), "update_budget": 4}, "must be before update 4, where"),
         ({"parallel": "ddp"}, "torchrun --nproc-per-node"),
@@ -354,7 +349,6 @@ def test_parents_that_cannot_be_continued_are_refused(settings, finished):
         ({"freeze": FREEZE, "schedule": OneTime(at=0.25)}, "at least the parent's update 6"),
         ({"updates": 5}, "updates must be at least the parent's update 6"),
         ({"save_at": (0.25,)}, "save_at must be at least the parent's update 6"),
-        ({"warmpu": 3}, "unexpected keyword argument 'warmpu'"),
     ):
         with pytest.raises(InputError, match=words):
             continue_from(folder / "step-6", out="x", **changes)
