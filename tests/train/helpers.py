@@ -70,11 +70,11 @@ def decide_quickly(patch: pytest.MonkeyPatch) -> None:
 def start_process(work: Callable[..., None], *arguments: Any, module: str = "") -> BaseProcess:
     """Start `work(*arguments)` in a process of its own and return it.
 
-    It is forked off a process that has imported the module of `work`: importing PyTorch and this project in each takes
-    longer than most of them do.
+    It is forked off a process that has imported the module of `work`, and what optimisers of PyTorch import when the
+    first is made: these imports in each take longer than most of them do.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload([module or work.__module__])
+    context.set_forkserver_preload([module or work.__module__, "torch._dynamo"])
     process = context.Process(target=work, args=arguments)
     process.start()
     return process
