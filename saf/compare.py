@@ -242,7 +242,7 @@ def speed_caveat(record: Mapping[str, Any]) -> str:
         return "too few updates to tell which arm is faster"
     # An update that did nothing but the work of heads would be 1 / (1 - r) times as fast with a share r of them gone.
     if record["update_time_ratio"] * (record["num_heads"] - record["heads"]) > record["num_heads"]:
-        return "timing unclear: the machine was busy, for all the work of these heads takes less than was saved"
+        return "timing unclear: more was saved than all the work of these heads, so the machine was busy"
     spreads = sorted([record["update_seconds_spread_ordinary"], record["update_seconds_spread_frozen"]])
     return "" if spreads[0][1] < spreads[1][0] else "timing unclear: the spreads of both arms overlap"
 
@@ -441,8 +441,8 @@ def _notes(record: Record) -> list[str]:
 # --- all arms in one table
 
 _TIMES = (
-    "Update times are of separate processes and carry the machine's drift; a whole run counts the part before the "
-    "checkpoint that an arm continues from, warm without loading and compilation."
+    "Update times are of separate processes and carry the machine's drift. A whole run includes its parent's part, up "
+    "to the checkpoint where the arm begins; warm leaves out loading and compilation."
 )
 _COLOURS = {
     "ordinary": ("ordinary", "ordinary-2"),

@@ -206,7 +206,8 @@ def result_table(run: RecordedRun) -> Table:
     if event := result["intervention"]:
         several = event["events"] > 1
         events = f", the first of {event['events']} events" if several else ""
-        facts["heads changed"] = f"after update {event['update']:,}{events}"
+        last = ", the last: no training followed" if event["update"] == result["updates"] else ""
+        facts["heads changed"] = f"after update {event['update']:,}{events}{last}"
         if event.get("loss_before") is not None:
             before, after = ("before the first", "after the last") if several else ("before", "after")
             facts["controller loss"] = f"{event['loss_before']:.4f} {before}, {event['loss_after']:.4f} {after}"

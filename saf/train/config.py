@@ -280,6 +280,8 @@ def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes
     settings = {**checkpoint.state["settings"], **_NOT_INHERITED, "out": str(out), "parent": str(checkpoint.path)}
     fresh, freeze = changes.get("fresh"), changes.get("freeze")
     begin = 0 if fresh else checkpoint.update
+    if (last := changes.get("updates", begin)) < begin:  # before a schedule is measured by them
+        raise InputError(f"updates must be at least the parent's update {begin}, which they include, got {last}")
     if freeze is not None:
         settings["schedule"] = OneTime(at=begin)
     elif fresh:  # the parent's may be an update that this run does not have
@@ -290,7 +292,6 @@ def continue_from(parent: Checkpoint | Path | str, *, out: Path | str, **changes
     config = TrainConfig.from_dict({**settings, **changes})
     # Moments that this call names must not be over; inherited ones may be, and never come.
     moments: dict[str, Sequence[int]] = {
-        "updates": [config.updates],
         "report_at": changes.get("report_at", ()),
         "save_at": [OneTime(at=share).first_update(config.updates) for share in changes.get("save_at", ())],
     }
@@ -404,7 +405,9 @@ def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
         return staying
 
     if changes := "; ".join(mismatches(fixed(before), fixed(to_json(config.to_dict())))):
-        raise InputError(f"cannot resume with other settings ({changes}). Leave them out, or start another run")
+        raise InputError(
+            f"cannot resume with other settings ({changes}). Leave them out, or start another run by --parent"
+        )
 
 
 def mismatches(expected: Any, actual: Any, name: str = "") -> Iterator[str]:
