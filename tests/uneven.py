@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from saf.models import GPT, GPTConfig
+from saf.models import GPT
+from tests.freezing.small_model import make
 
 LENGTH = 24
 
@@ -11,10 +12,8 @@ LENGTH = 24
 @pytest.fixture
 def model() -> GPT:
     """Three layers of four heads, float64, with queries large enough for uneven attention."""
-    network = GPT(GPTConfig(vocab_size=30, num_layers=3, num_heads=4, hidden_size=32, max_length=LENGTH)).double()
-    network.reset_parameters(torch.Generator().manual_seed(0))
+    network = make(40, length=LENGTH, vocab_size=30).double()
     for block in network.blocks:
-        block.attention.q_proj.weight.data *= 40
         block.attention.o_proj.weight.data *= 10
     return network
 

@@ -111,9 +111,11 @@ def test_frozen_heads_attend_by_their_patterns_and_the_others_as_before(family, 
 def test_pruned_heads_of_any_layer_compute_what_they_would_with_outputs_of_zero(shape):
     model, untouched = make(shape).double(), make(shape).double()
     layers = model.config.num_hidden_layers
-    gone = HeadSet([*((0, head) for head in range(4)), (1, 0), *((layers - 1, head) for head in (1, 2))])
+    gone = HeadSet([*((0, head) for head in range(4)), (1, 0), (1, 1), *((layers - 1, head) for head in (1, 2))])
     saf.prune_(model, gone)
-    patterns = freeze(model, HeadSet([(1, 1), (1, 3)]))
+    patterns, sites = freeze(model, HeadSet([(1, 3)])), adapter_for(model).sites()
+    rows = [len(weight_of(model, layer, "value")) // sites[layer].head_dim for layer in range(2)]
+    assert rows == [0, 1 if sites[1].layout.grouped else 2], "keys and values go with a whole group"
     ids = tokens(2, LENGTH - 5, seed=2)
     expected = by_hand(untouched, patterns | dict.fromkeys(gone, torch.zeros(LENGTH, LENGTH)), ids)
     torch.testing.assert_close(logits(model, ids), expected, **CLOSE)

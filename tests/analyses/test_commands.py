@@ -129,19 +129,16 @@ def test_storage_counts_every_form(run, arms):
 
 
 def test_unusable_input_is_refused(arms, tmp_path, capsys):
-    checkpoint, events, old = midpoint(arms), arms[1] / "events.jsonl", tmp_path / "old.json"
+    checkpoint, old = midpoint(arms), tmp_path / "old.json"
     old.write_text("old")
     for words, message in (
-        (("storage", arms[0]), "no frozen heads"),
         (("profiles", checkpoint, "--selected", *(f"0:{head}" for head in range(4))), "nothing to compare"),
         (("joint-cost", checkpoint, "--first", "0:0", "--second", "0:4"), "do not exist: [[0, 4]]"),
-        (("joint-cost", arms[1], "--first", events, "--second", "0:0"), "are frozen"),
         (("geometry", checkpoint, "--rates", 0.25, 0.01), "at least one of 8 heads"),
         (("geometry", checkpoint, "--rates", 0.25, "--costs", arms[1] / "config.json"), "a rank needs two"),
         (("distributions", checkpoint, "--sequences", 5), "to be fitted to and two others; got 3 of 5"),
         (("geometry", checkpoint, "--out", old), "exists already"),
     ):
-        device = () if words[0] == "storage" else ("--device", "cpu")
-        assert main(list(map(str, (*words, *device)))) == 2
+        assert main(list(map(str, (*words, "--device", "cpu")))) == 2
         assert message in capsys.readouterr().err
     assert old.read_text() == "old"

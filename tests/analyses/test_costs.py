@@ -45,12 +45,3 @@ def test_heads_that_are_frozen_already_have_no_cost(model, ids, windows):
     install_(model, HeadSet([(1, 2)]), CompactPattern.from_parameters(flat, flat), backend="reference")
     for values in costs_of(model, ids, windows, max_fit_kl=9):
         assert values.view(3, 4, -1)[..., 0].isnan().nonzero().tolist() == [[1, 2]]
-
-
-def test_under_autocast_no_stale_weight_is_used(model, ids, windows):
-    """Freezing one head permutes weights in place; a copy that autocast cached would belong to another order."""
-    model = model.float()
-    plain = costs_of(model, ids, windows)[0].mean(-1)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        mixed = costs_of(model, ids, windows)[0].mean(-1)
-    assert (plain - mixed).abs().max() < 0.1 * plain.abs().max()

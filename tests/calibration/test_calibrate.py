@@ -23,21 +23,18 @@ from saf.calibration import (
 from saf.calibration.capture import capture_layers
 from saf.calibration.measure import Collector, measure_layer, spans_of
 from saf.errors import DivergenceError, InputError
-from saf.models import GPT, GPTConfig
+from saf.models import GPT
 from saf.models.adapter import adapter_for
 from saf.targets import target_of
 from tests.calibration.oracle import dense_statistics, queries_and_keys
+from tests.freezing.small_model import make
 
 FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 
 
 def model(dtype: torch.dtype = torch.float64) -> GPT:
     """Three layers of four heads, with queries large enough for uneven attention."""
-    network = GPT(GPTConfig(vocab_size=30, num_layers=3, num_heads=4, hidden_size=32, max_length=40)).to(dtype)
-    network.reset_parameters(torch.Generator().manual_seed(0))
-    for block in network.blocks:
-        block.attention.q_proj.weight.data *= 40
-    return network
+    return make(40, length=40, vocab_size=30).to(dtype)
 
 
 def tokens(count: int = 5, length: int = 40) -> torch.Tensor:

@@ -13,10 +13,8 @@ from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import adapter_for
 from saf.surgery import finalize_, install_, prune_, uninstall_
-from tests.adapters.test_families import by_hand as dense_reference
 from tests.surgery.test_install import by_hand
 from tests.surgery.trained_model import LENGTH, SHAPE, make, patterns, snapshot, update
-from tests.transformers_models import LENGTH as LONG
 from tests.transformers_models import freeze, tokens
 from tests.transformers_models import make as make_llama
 
@@ -123,40 +121,6 @@ def test_undoing_is_bit_exact_with_updates_between():
                 assert not retained or not torch.equal(one[retained], other[retained]), name
     assert all(one is other for one, other in zip(model.parameters(), parameters, strict=True))
     update(model, trainer)
-
-
-def test_with_grouped_queries_keys_and_values_go_with_the_whole_group():
-    gone = HeadSet([(0, 0), (0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2), (2, 1)])
-    fixed = HeadSet([(2, 0), (2, 3)])
-    model = make_llama("qwen3").double()
-    untouched, before = copy.deepcopy(model), copy.deepcopy(model.state_dict())
-    prune_(model, gone)
-    fixed_patterns = freeze(model, fixed)
-    layers = [layer.self_attn for layer in model.model.layers]
-    assert [layer.v_proj.weight.shape[0] // layer.head_dim for layer in layers] == [0, 1, 2]
-    assert [layer.q_proj.weight.shape[0] // layer.head_dim for layer in layers] == [0, 1, 1]
-    assert [layer.k_proj.weight.shape[0] // layer.head_dim for layer in layers] == [0, 1, 1]
-    ids = tokens(2, LONG - 5, seed=2)
-    zeros = dict.fromkeys(gone, torch.zeros(LONG, LONG))
-    with torch.no_grad():
-        expected = dense_reference(untouched, fixed_patterns | zeros, ids)
-        torch.testing.assert_close(model(ids, use_cache=False).logits, expected, rtol=1e-10, atol=1e-10)
-        cache, steps = None, []
-        for part in (ids[:, :20], ids[:, 20:23], *ids[:, 23:].split(1, 1)):
-            out = model(part, past_key_values=cache, use_cache=True)
-            cache = out.past_key_values
-            steps.append(out.logits)
-        torch.testing.assert_close(torch.cat(steps, 1), expected, rtol=1e-10, atol=1e-10)
-        assert (cache.layers[0].keys.numel(), cache.layers[0].get_seq_length()) == (0, ids.shape[1])
-    options = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
-    padded = torch.cat([torch.zeros(2, 4, dtype=torch.long), ids[:, :8]], 1)
-    alone = model.generate(ids[:, :8], attention_mask=torch.ones(2, 8, dtype=torch.long), **options)
-    assert torch.equal(alone, model.generate(padded, attention_mask=(padded > 0).long(), **options)[:, 4:])
-    model.train()(ids, labels=ids).loss.backward()
-    model.zero_grad()
-    uninstall_(model)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_pruned_models_are_saved_loaded_and_undone(tmp_path):

@@ -1,14 +1,13 @@
 """The text task of a run, each use from its own part of the data; held-out perplexity against plain PyTorch."""
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
 import torch
 
 import saf
-from saf.data import TokenData, prepare, sequential_windows
+from saf.data import TokenData, sequential_windows
 from saf.errors import CheckpointError, DataError, DivergenceError, InputError
 from saf.machine import Execution
 from saf.models import GPT, preset
@@ -25,6 +24,7 @@ from saf.tasks.text import (
     window_losses,
 )
 from saf.train import TrainConfig
+from tests.report.synthetic import write_data
 
 CPU = torch.device("cpu")
 LENGTH = 16
@@ -38,14 +38,7 @@ def small(vocab_size: int = 320) -> GPT:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("text")
-    drawn = random.Random(0)
-    (root / "text").mkdir()
-    for number in range(30):
-        words = (drawn.choice(["head", "token", "window", "loss"]) for _ in range(400))
-        (root / "text" / f"{number}.txt").write_text(" ".join(words))
-    prepare([str(root / "text")], root / "data", vocab_size=270, heldout_fraction=0.3, progress=False)
-    return str(root / "data")
+    return str(write_data(tmp_path_factory.mktemp("text")))
 
 
 @pytest.fixture(scope="module")

@@ -119,9 +119,7 @@ def test_two_evaluations_are_paired_by_question(tmp_path):
     )
     assert record["tasks"]["sst2"]["taken"] == {"0": 3, "1": 7}
     assert record["tasks"]["piqa"]["accuracy_norm"] == 1.0
-    text = " ".join(map(markdown_of, zero_shot_tables(record)))
-    assert "negative 3, positive 7" in text
-    assert "A 5, B 5" in text
+    assert "negative 3, positive 7" in " ".join(map(markdown_of, zero_shot_tables(record)))
     # Two more are right in SST-2; six are lost and none gained in PIQA.
     evaluation(tmp_path / "b", sst2=answers("1111100000", right["sst2"]), piqa=answers("1010101101", right["piqa"]))
     comparison = compare_zero_shot(tmp_path / "a", tmp_path / "b")
@@ -134,9 +132,6 @@ def test_two_evaluations_are_paired_by_question(tmp_path):
     assert one["taken"] == [{"0": 3, "1": 7}, {"0": 5, "1": 5}]
     # sd of the paired changes (eight 0, two 1) is 0.4: over the square root of ten questions.
     assert one["standard_error"] == pytest.approx(0.4 / 10**0.5)
-    shown = " ".join(map(markdown_of, pair_tables(comparison)))
-    assert "negative 5, positive 5 | negative 3, positive 7 | negative 5, positive 5" in shown
-    assert "Mean change −25.00 points" in shown
     assert verdict(comparison).startswith("Cost: accuracy −25.00 points on average over 2 tasks, −70.00 (")
 
 
