@@ -48,6 +48,7 @@ PAGES = {
         "below what was then measured.",
         recipes={
             "converged": ("answer",),
+            **dict.fromkeys(("converged-1e-3", "converged-3e-3"), ("answer",)),
             "converged-56M": ("peak_rate",),
             **dict.fromkeys(("small-75M", "small-75M-high-rates", "small-75M-own-clock"), ("matched_time",)),
             **dict.fromkeys(("small-75M-cold-cache", "small-75M-warm-cache", "small"), ("matched_time",)),
@@ -121,6 +122,8 @@ PAGES = {
 }
 SERIES = {
     "converged": "The question itself, near convergence: read this first.",
+    "converged-1e-3": "Ordinary attention of `converged` at half its peak rate.",
+    "converged-3e-3": "Ordinary attention of `converged` at one and a half times its peak rate.",
     "small-75M": "The first series of this recipe to read: three seeds, updates by the speed of 124M.",
     "small-75M-high-rates": "As `small-75M`, with 75% of the heads.",
     "small-75M-own-clock": "As `small-75M`, but arms get the training seconds that they take themselves.",
