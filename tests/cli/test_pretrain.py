@@ -89,13 +89,8 @@ def test_resume_takes_the_runs_settings_and_refuses_others(text_data, tmp_path):
     parent = ("--parent", first / "checkpoints" / "step-2")
     parse(*parent, "--out", second, "--quiet").run()
     assert parse(*parent, "--out", second, "--resume").run()["updates"] == 4
-    for words, setting in (
-        (("--out", first, "--peak-lr", 0.1), "peak_lr"),
-        (("--out", first, "--freeze.max-fit-kl", 9), "freeze.max_fit_kl"),
-        (("--out", second, "--parent", first / "checkpoints" / "step-3"), "parent"),
-    ):
-        with pytest.raises(InputError, match=rf"cannot resume with other settings \({setting} must be "):
-            parse(*words, "--resume").run()
+    with pytest.raises(InputError, match=r"cannot resume with other settings \(freeze.max_fit_kl must be "):
+        parse("--out", first, "--freeze.max-fit-kl", 9, "--resume").run()
 
 
 def test_a_run_of_recall_needs_no_data_and_prints_its_accuracy_by_tokens_and_pairs(tmp_path, capsys):

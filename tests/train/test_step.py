@@ -16,7 +16,6 @@ from saf.train.step import (
     GraphedPasses,
     Parallel,
     build_optimizer,
-    graphs_unsupported,
     learning_rate,
     step_if_finite_,
 )
@@ -129,14 +128,6 @@ def test_graphed_passes_add_the_gradients_of_padded_micro_batches(model, monkeyp
         for one, other in zip(found[0][1], found[1][1], strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
     assert set(graphed.graphs) == {(2, 8), (2, LENGTH)}
-
-
-def test_graphs_are_for_one_process_on_cuda_with_fixed_patterns():
-    cpu, cuda = (Execution(torch.device(name), "fp32", compile=False) for name in ("cpu", "cuda"))
-    assert graphs_unsupported(cuda, "none", trained_patterns=False) is None
-    assert "a CUDA device" in str(graphs_unsupported(cpu, "none", trained_patterns=False))
-    assert "one process" in str(graphs_unsupported(cuda, "ddp", trained_patterns=False))
-    assert "fixed patterns" in str(graphs_unsupported(cuda, "none", trained_patterns=True))
 
 
 def test_auto_compiles_on_cuda_and_by_layers_where_events_are_several(monkeypatch):
