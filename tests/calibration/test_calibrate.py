@@ -131,15 +131,6 @@ def test_attention_that_is_not_finite_is_refused():
         calibrate(network, [tokens()])
 
 
-def test_frozen_heads_are_not_measured_and_the_others_see_them():
-    network, ids = model(), tokens()
-    fixed = saf.CompactPattern.from_parameters(*torch.randn(2, 5, 40, dtype=torch.float64))
-    saf.install_(network, saf.HeadSet([(0, 1), (1, 0), (1, 1), (1, 2), (1, 3)]), fixed)
-    actual = calibrate(network, [ids])
-    assert actual.measured.tolist() == [[True, False, True, True], [False] * 4, [True] * 4]
-    assert torch.equal(actual.eta_abs.isfinite().all(-1), actual.measured)
-
-
 MASK = torch.arange(40) < torch.tensor([40, 12, 3, 40, 40])[:, None]
 
 
