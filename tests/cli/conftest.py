@@ -2,13 +2,9 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 
 from saf.cli import main
-from saf.data.tokenizer import train_bpe
 from tests.report.synthetic import write_data
-
-TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps. " * 40
 
 
 @pytest.fixture(scope="session")
@@ -41,28 +37,6 @@ def arms(text_data, tmp_path_factory) -> tuple[Path, Path]:
     parent = folder / "ordinary" / "checkpoints" / "step-12"
     pretrain(continue_from(parent, out=folder / "frozen", freeze=FreezeConfig(rate=0.25)))
     return folder / "ordinary", folder / "frozen"
-
-
-@pytest.fixture(scope="session")
-def base(tmp_path_factory) -> Path:
-    """A model of transformers that learned a text by heart, with its tokenizer, the text, and data prepared from it."""
-    from tests.transformers_models import make
-
-    root, tokenizer = tmp_path_factory.mktemp("base"), train_bpe([TEXT], vocab_size=300)
-    model = make("llama", vocab_size=300)
-    windows = torch.tensor(tokenizer.encode(TEXT)[:512]).view(-1, 32)
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    for _ in range(60):
-        model(windows, labels=windows, use_cache=False).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    model.save_pretrained(root / "model")
-    tokenizer.save(root / "model" / "tokenizer.json")
-    (root / "text.txt").write_text(TEXT)
-    (root / "lines.jsonl").write_text("\n".join(json.dumps({"text": f"{n}. {TEXT[n : n + 300]}"}) for n in range(80)))
-    words = ["data", "prepare", root / "lines.jsonl", "--tokenizer", root / "model", "--heldout-fraction", 0.5]
-    assert main([*map(str, words), "--out", str(root / "data")]) == 0
-    return root
 
 
 @pytest.fixture

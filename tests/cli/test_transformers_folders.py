@@ -1,6 +1,7 @@
-"""Folders of models of transformers on the command line: frozen, measured, compared, looked into, or refused."""
+"""Folders of models of transformers on the command line: frozen at a cost, measured, compared, or refused."""
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -19,10 +20,31 @@ from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.records.files import read_json, read_tensors
 from saf.records.table import signed
 from saf.tasks.text import LOG_PROBS, read_evaluation
-from tests.cli.conftest import TEXT
 from tests.transformers_models import LENGTH, make
 
+TEXT = "The quick brown fox jumps over the lazy dog, and a second one sleeps. " * 40
 FLAGS = ("--sequences", 4, "--batch-size", 2, "--device", "cpu", "--accept-loss")
+WORDS = ("--sequences", 4, "--batch-size", 2, "--length", 16, "--max-fit-kl", 100, "--device", "cpu")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    """A model of transformers that learned a text by heart, with its tokenizer, the text, and data prepared from it."""
+    root, tokenizer = tmp_path_factory.mktemp("base"), train_bpe([TEXT], vocab_size=300)
+    model = make("llama", vocab_size=300)
+    windows = torch.tensor(tokenizer.encode(TEXT)[:512]).view(-1, 32)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        model(windows, labels=windows, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.save_pretrained(root / "model")
+    tokenizer.save(root / "model" / "tokenizer.json")
+    (root / "text.txt").write_text(TEXT)
+    (root / "lines.jsonl").write_text("\n".join(json.dumps({"text": f"{n}. {TEXT[n : n + 300]}"}) for n in range(80)))
+    words = ["data", "prepare", root / "lines.jsonl", "--tokenizer", root / "model", "--heldout-fraction", 0.5]
+    assert main([*map(str, words), "--out", str(root / "data")]) == 0
+    return root
 
 
 @pytest.fixture(scope="module")
@@ -151,3 +173,73 @@ def test_a_folder_that_cannot_be_used_is_refused(base, frozen, saf, tmp_path):
         code, _, message = saf(command, folder, "--data", base / data, "--out", tmp_path / "out")
         assert (code, words in " ".join(message.split())) == (2, True), message
         assert not (tmp_path / "out").exists()
+
+
+# --- what freezing costs
+
+
+def test_a_destroyed_model_is_refused_unless_it_is_accepted(base, saf, saf_json, tmp_path):
+    words = ("freeze", base / "model", "--data", base / "text.txt", "--rate", 1, *WORDS)
+    code, out, err = saf(*words, "--out", tmp_path / "out")
+    assert (code, out, (tmp_path / "out").exists()) == (2, "", False)
+    assert all(word in err for word in ("must rise by at most 5%", "costs most", "--accept-loss"))
+    result = saf_json(*words, "--accept-loss", "--out", tmp_path / "out")
+    assert result["loss_after"] > result["loss_before"] + 0.05
+    layer, rise = result["worst_layer"]
+    words = f"layer {layer} costs most (its heads alone +{100 * rise:.1f}%)"
+    saf("report", tmp_path / "out", "--out", tmp_path / "page.html")
+    assert all(words in path.read_text() for path in (tmp_path / "out" / "README.md", tmp_path / "page.html"))
+    assert json.loads((tmp_path / "out" / "freezing.json").read_text())["loss_after"] == result["loss_after"]
+    (cost,) = saf_json("inspect", tmp_path / "out")["costs"]
+    assert (cost["loss_after"], cost["worst_layer"]) == (result["loss_after"], [layer, rise])
+    assert cost["interval"][0] < cost["perplexity_rise"] == math.expm1(result["loss_after"] - result["loss_before"])
+    (tmp_path / "out" / "events.jsonl").unlink()  # as in a folder that was saved again
+    (kept,) = saf_json("inspect", tmp_path / "out")["costs"]
+    assert (kept["perplexity_rise"], kept["interval"]) == (cost["perplexity_rise"], None)
+    assert signed(100 * kept["perplexity_rise"]) in saf("inspect", tmp_path / "out")[1]
+
+
+def test_a_healed_model_is_reported_beside_the_ordinary_one_trained_alike(base, saf, saf_json, tmp_path):
+    AutoModelForCausalLM.from_pretrained(base / "model", dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.json").write_bytes((base / "model" / "tokenizer.json").read_bytes())
+    words = ("freeze", tmp_path / "model", "--data", base / "text.txt", "--rate", 0.5, *WORDS, "--heal", 320)
+    code, _, err = saf(*words, "--out", tmp_path / "none")
+    assert (code, "trained alike" in err, (tmp_path / "none").exists()) == (2, True, False)
+    result = saf_json(*words, "--accept-loss", "--out", tmp_path / "out")
+    healing = result["healing"]
+    assert healing["tokens"] == 20 * 15  # windows of plain text have 16 tokens, of which 15 are targets
+    assert healing["loss_healed"] < healing["loss_frozen"] == pytest.approx(result["loss_after"], abs=1e-6)
+    assert healing["loss_ordinary"] == pytest.approx(result["loss_before"], abs=1e-6)
+    assert healing["loss_twin"] != healing["loss_ordinary"]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    assert "trained alike (perplexity +" in (tmp_path / "out" / "README.md").read_text()
+    windows = (len(train_bpe([TEXT], vocab_size=300).encode(TEXT)) + 1) // 16
+    assert "needs more text" in saf(*words, "--sequences", windows - 1, "--out", tmp_path / "none")[2]
+
+
+def test_the_loss_of_plain_text_is_that_of_a_window_that_did_not_calibrate(base, saf, saf_json, tmp_path):
+    ids = torch.tensor(train_bpe([TEXT], vocab_size=300).encode(TEXT))
+    windows = ids[: len(ids) // 16 * 16].view(-1, 16)
+    count = (len(ids) + 1) // 16  # an end of text follows
+    words = ("freeze", base / "model", "--data", base / "text.txt", "--count", 1, *WORDS[2:], "--sequences")
+    result = saf_json(*words, count - 1, "--accept-loss", "--out", tmp_path / "out")
+    frozen = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        logits = frozen(windows, use_cache=False).logits[:, :-1].double()
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), windows[:, 1:], reduction="none").mean(1)
+    assert float((losses - result["loss_after"]).abs().min()) < 1e-5
+    code, _, err = saf(*words, count, "--out", tmp_path / "none")
+    assert (code, f"pass --sequences {count - 1}, a smaller --length" in err) == (2, True)
+
+
+def test_heads_stay_within_the_budget_or_nothing_is_written(base, saf, saf_json, tmp_path):
+    (tmp_path / "short.txt").write_text("The quick brown fox.")
+    words = ("freeze", base / "model", *WORDS, "--rate", 1, "--heldout-sequences", 4)
+    text = ("--data", base / "text.txt")
+    result = saf_json(*words, *text, "--budget", "10%", "--accept-loss", "--out", tmp_path / "out")
+    assert 0 < result["joint_cost"]["rise"] <= 0.0954
+    layer, head, _ = max(result["joint_cost"]["alone"], key=lambda each: each[2])
+    none = (*text, "--budget", 1e-12, "--only", f"{layer}:{head}")
+    for rest, expected in ((none, "raise budget"), (("--data", tmp_path / "short.txt"), "or more text")):
+        code, out, err = saf(*words, *rest, "--out", tmp_path / "none")
+        assert (code, out, expected in err, (tmp_path / "none").exists()) == (2, "", True, False)
