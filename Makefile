@@ -49,6 +49,7 @@ check: $(READY) ## Everything that is checked without running tests: format, lin
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tools/check_source.py
 	$(BIN)/python tools/check_docs.py
+	$(BIN)/python tools/mutations.py --check
 
 parity: $(READY) ## Show that no number moved since the commit BASE (make parity BASE=main)
 	@$(BIN)/python tools/parity.py --base "$(or $(BASE),$(error say which commit to compare with, such as BASE=main))"
