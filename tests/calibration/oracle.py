@@ -10,18 +10,28 @@ from saf.models import GPT
 from saf.statistics import FLOOR
 
 
-def queries_and_keys(network: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
-    """Rotated queries and keys of each layer, as its attention computes them."""
-    seen: list[tuple[Tensor, Tensor]] = []
-    handles = [
-        block.attention.live.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[:2]))
-        for block in network.blocks
-    ]
+def layer_inputs(model: GPT, ids: Tensor) -> list[dict[str, Tensor]]:
+    """Run the model; return queries, keys, values, residual stream and attention output of each layer."""
+    seen: list[dict[str, Tensor]] = [{} for _ in model.blocks]
+    handles = []
+    for block, each in zip(model.blocks, seen, strict=True):
+        handles += [
+            block.register_forward_pre_hook(lambda _, args, each=each: each.update(residual=args[0])),
+            block.attention.register_forward_hook(lambda _, args, out, each=each: each.update(output=out)),
+            block.attention.live.register_forward_pre_hook(
+                lambda _, args, each=each: each.update(q=args[0], k=args[1], v=args[2])
+            ),
+        ]
     with torch.no_grad():
-        network(ids)
+        model(ids)
     for handle in handles:
         handle.remove()
     return seen
+
+
+def queries_and_keys(model: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
+    """Rotated queries and keys of each layer, as its attention computes them."""
+    return [(each["q"], each["k"]) for each in layer_inputs(model, ids)]
 
 
 def dense_statistics(

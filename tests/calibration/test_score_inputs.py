@@ -11,6 +11,7 @@ from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT
 from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
+from tests.calibration.oracle import layer_inputs
 from tests.uneven import heldout, ids, model
 
 __all__ = ["heldout", "ids", "model"]
@@ -158,25 +159,6 @@ def test_targets_and_sequences_without_a_loss_are_refused(model, ids):
 
 
 # --- outputs
-
-
-def layer_inputs(model, ids):
-    """Run the model; return queries, keys, values, residual stream and attention output of each layer."""
-    seen = [{} for _ in model.blocks]
-    handles = []
-    for block, each in zip(model.blocks, seen, strict=True):
-        handles += [
-            block.register_forward_pre_hook(lambda _, args, each=each: each.update(residual=args[0])),
-            block.attention.register_forward_hook(lambda _, args, out, each=each: each.update(output=out)),
-            block.attention.live.register_forward_pre_hook(
-                lambda _, args, each=each: each.update(q=args[0], k=args[1], v=args[2])
-            ),
-        ]
-    with torch.no_grad():
-        model(ids)
-    for handle in handles:
-        handle.remove()
-    return seen
 
 
 def causal_patterns(query, key):
