@@ -50,6 +50,7 @@ class Execution:
 
         With `several_events`, "auto" compiles "layers" on CUDA: a model compiled whole compiles again at each of them.
         """
+        check_name("compile", compile, get_args(Compile))  # another word would silently compile the whole model
         resolved = pick_device(device)
         if compile == "auto":
             # Seconds lost at 124M, at the start and at two events: whole 25, 30 and 28.5, by layers 12.6, 26.4 and 3.5.

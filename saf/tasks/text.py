@@ -45,7 +45,7 @@ class TextTask(Task):
 
     def check(self, *, calibrates: bool, scores_outputs: bool) -> None:
         super().check(calibrates=calibrates, scores_outputs=scores_outputs)
-        # Too little held-out text would otherwise be found after the training, at the first report.
+        # Too little held-out text would otherwise be found at the first evaluation, or after the training.
         for partition, count in (("controller", 1), ("report", self._report_windows or 1)):
             if (windows := len(sequential_windows(self.data.tokens(partition), self.length, count))) < count:
                 most = f"at most the partition's {windows * self.length:,}, got {count * self.length:,}"

@@ -42,6 +42,14 @@ def test_an_open_folder_has_tokens_entropy_and_a_fingerprint_of_its_content(prep
     assert data.fingerprint != prepare(source, tmp_path / "other", **{**settings, "vocab_size": 310}).fingerprint
 
 
+def test_a_file_that_is_replaced_after_it_was_opened_is_not_read(folder):
+    data = TokenData.open(folder)
+    before = data.tokens("train").copy()
+    (folder / "train.bin").unlink()
+    (folder / "train.bin").write_bytes(bytes(before.nbytes))
+    assert np.array_equal(data.tokens("train"), before)
+
+
 def use(folder):
     data = TokenData.open(folder)
     return [*map(data.tokens, PARTITIONS), data.tokenizer()]

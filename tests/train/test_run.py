@@ -331,6 +331,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_before_its_update(settings, mon
         ({"freeze": replace(FREEZE, score="redundancy"), "heldout_sequences": 10**5}, "heldout_sequences"),
         ({"freeze": FreezeConfig(max_per_layer=1), "schedule": TrainLoss()}, "max_per_layer must be left out"),
         ({"freeze": FreezeConfig(whole_groups=True), "schedule": Gradual(groups=2)}, "whole_groups needs"),
+        ({"freeze": FreezeConfig(heads=((0, 4),))}, "heads must exist"),
         ({"batch_size": 2**40}, "training needs about"),
         ({"freeze": FREEZE, "schedule": OneTime(at=4), "update_budget": 4}, "must be before update 4, where"),
         ({"parallel": "ddp"}, "torchrun --nproc-per-node"),

@@ -8,6 +8,7 @@ import torch
 
 import saf
 from saf.checkpoint import optimizer_state
+from saf.errors import InputError
 from saf.machine import Execution, rated_flops
 from saf.models import by_layer
 from saf.train import step
@@ -140,6 +141,8 @@ def test_auto_compiles_on_cuda_and_by_layers_where_events_are_several(monkeypatc
     assert forms("cpu") == [(False, False)] * 2 + named
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert forms("cuda") == [(True, False), (True, True), *named]
+    with pytest.raises(InputError, match="compile"):
+        Execution.of("cpu", compile="none")
 
 
 def test_unknown_speeds_are_not_guessed():
