@@ -179,13 +179,21 @@ def compare(session: "Session", case: Case, *, pairs: int, tolerance: float, pro
 
 
 def _ready(session: "Session", case: Case) -> dict[Arm, Subject]:
-    """Build and warm up all arms of a case; return those that run."""
-    ready = {}
+    """Build all arms of a case, then warm up each; return those that run on every rank."""
+    # Not in one loop: an `Updater` that compiles drops what the process had compiled. An arm warmed up before the next
+    # one is built would compile again in its first timed block.
+    built: dict[Arm, Subject] = {}
     for arm in dict.fromkeys(arm for comparison in case.comparisons for arm in comparison):
+        with session.attempt(f"{case.name}: {arm.name}"):
+            with all_ranks_or_raise():
+                subject = case.build(arm)
+            built[arm] = subject
+    ready: dict[Arm, Subject] = {}
+    for arm, subject in built.items():
         began = session.spent
         with session.attempt(f"{case.name}: {arm.name}"):
-            subject = case.build(arm)
-            subject.warm_up()
+            with all_ranks_or_raise():
+                subject.warm_up()
             ready[arm] = subject
             session.log(f"{case.name} warmed up: {arm.name}, {session.spent - began:.1f} s")
     return ready

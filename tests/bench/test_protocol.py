@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from saf.bench import Update
-from saf.bench.protocol import Arm, Session, alternate, summary
+from saf.bench.protocol import Arm, Case, Comparison, Session, Subject, alternate, compare, summary
 from saf.errors import InputError
 from saf.records.files import read_json
 from saf.report.benchmarks import speed_cells
@@ -35,6 +35,29 @@ def test_pairs_alternate_and_the_speedup_is_the_median_within_pairs(session):
     assert [numbers.pop(name) for name in ("baseline_ms", "arm_ms", "pairs")] == [125.0, 100.0, 3]
     assert numbers.pop("pair_ms") == [[100.0, 80.0], [125.0, 100.0], [150.0, 120.0]]
     assert numbers == dict.fromkeys(("ratio", "q25", "q75", "min", "max"), 1.25)
+
+
+def test_all_arms_are_built_before_one_is_warmed_up(session):
+    """Building a compiled update drops what the process had compiled: earlier arms would compile in a timed block."""
+    steps = []
+
+    class Noted(Subject):
+        def __init__(self, arm: Arm):
+            steps.append(f"build {arm.name}")
+
+        def warm_up(self) -> None:
+            steps.append("warm up")
+
+        def timed_block(self, variant: str) -> float:
+            return 1.0
+
+        def kernels(self) -> list[dict[str, Any]]:
+            return []
+
+    pair = Comparison(Arm("math"), Arm("math", control=True))
+    case = Case(name="a", fields={}, comparisons=[pair], build=Noted, variants=["call"], describe=lambda arm: {})
+    compare(session, case, pairs=2, tolerance=0.01, profile=False)
+    assert steps == ["build ordinary math", "build control math", "warm up", "warm up"]
 
 
 def test_rows_have_the_ratio_the_control_and_the_work(tmp_path):
