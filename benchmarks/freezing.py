@@ -85,6 +85,7 @@ def measure_point(session: Session, settings: Freezing, point: Point) -> None:
     optimizer.step()
     optimizer.zero_grad()  # in training no gradients are left when heads are frozen
     generator = torch.Generator().manual_seed(settings.seed)
+    # A point's batch size is all sequences; those of a forward pass are `settings.batch_size`.
     ids = torch.randint(model.config.vocab_size, (point.batch_size, point.length), generator=generator)
     batches = list(ids.split(settings.batch_size))
     fields = {"part": "intervention", "model": settings.model, "point": point.to_dict()}
@@ -127,11 +128,11 @@ def spread(seconds: Sequence[float]) -> dict[str, Any]:
 
 
 def build(settings: Freezing, point: Point, device: torch.device) -> tuple[GPT, str]:
-    """Return a model on `device` that takes the point's length, and a word on its weights."""
+    """Return a model on `device` that takes the point's length, and a description of its weights."""
     if is_folder(settings.model):
         model = cast(GPT, find_model(Path(settings.model)).model(device))
-        most = model.config.max_length
-        require(most >= point.length, f"{settings.model} takes {most} tokens, got points of {point.length}")
+        longest = model.config.max_length
+        require(longest >= point.length, f"{settings.model} takes {longest} tokens, got points of {point.length}")
         return model, f"trained: {settings.model}"
     plan = ModelPlan(model=settings.model, length=point.length, device=device, seed=settings.seed)
     model = cast(GPT, plan.build(Arm("auto")))
@@ -153,12 +154,12 @@ def structure_(model: GPT, generator: torch.Generator) -> None:
         strength, content = (
             low + (high - low) * torch.rand(config.num_heads, generator=generator) for low, high in (STRENGTH, CONTENT)
         )
-        # Half of a normalised input's length lies in the common direction at first.
+        # In the first layer half of a normalised input's square lies in the common direction, read as about 1.
         read = common * (2**0.5 / config.hidden_size)
         for weight, scale in ((attention.q_proj.weight, content), (attention.k_proj.weight, torch.ones_like(content))):
             rows = weight.view(config.num_heads, config.head_dim, -1)
             rows *= scale.to(weight)[:, None, None]
-            # The root, as a logit is a product of a query and a key.
+            # The square root, as a logit is a product of a query and a key.
             rows += strength.sqrt().to(weight)[:, None, None] * read
 
 

@@ -48,7 +48,6 @@ def recipe_figure(figure: Figure, table: RecipeTable) -> str | None:
             points = table.summary.loc[[(labels[arm], metric) for arm, metric in ticks.values()]].assign(tick=[*ticks])
             panels.setdefault(panel, {})[name] = points.set_index("tick")
     counts = {panel: [points["mean"].count() for points in lines.values()] for panel, lines in panels.items()}
-    # A line of one number says nothing.
     if not any(count > 1 for counted in counts.values() for count in counted):
         return None
     return svg(lambda: _drawn(figure, {panel: panels[panel] for panel in panels if any(counts[panel])}))
@@ -60,8 +59,8 @@ def _drawn(figure: Figure, panels: Mapping[str, Mapping[str, pd.DataFrame]]) -> 
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         for number, (name, points) in enumerate(lines.items()):
             # Points that no line joins are drawn side by side, or their intervals would hide each other.
-            aside = 0.0 if figure.joined else 0.14 * (number - (len(lines) - 1) / 2)
-            _draw_line(axis, points, name, f"C{number}", aside, joined=figure.joined)
+            offset = 0.0 if figure.joined else 0.14 * (number - (len(lines) - 1) / 2)
+            _draw_line(axis, points, name, f"C{number}", offset, joined=figure.joined)
         ticks = list(next(iter(lines.values())).index)
         axis.set(title=title, xlabel=figure.across, xlim=(-0.5, len(ticks) - 0.5))
         axis.set_xticks(range(len(ticks)), ticks)
@@ -72,15 +71,15 @@ def _drawn(figure: Figure, panels: Mapping[str, Mapping[str, pd.DataFrame]]) -> 
     return canvas
 
 
-def _draw_line(axis: Axes, points: pd.DataFrame, name: str, colour: str, aside: float, *, joined: bool) -> None:
-    """Draw one line of a panel, `aside` of its ticks, and the paper's numbers as rings."""
-    points = points.assign(x=[place + aside for place in range(len(points))])
+def _draw_line(axis: Axes, points: pd.DataFrame, name: str, colour: str, offset: float, *, joined: bool) -> None:
+    """Draw one line of a panel, `offset` to the right of its ticks, and the paper's numbers as rings."""
+    points = points.assign(x=[place + offset for place in range(len(points))])
     known: Any = points[points["mean"].notna()]
     error = known["standard_error"].fillna(0)
-    off = [(known["mean"] - known["low"]).fillna(error), (known["high"] - known["mean"]).fillna(error)]
+    bars = [(known["mean"] - known["low"]).fillna(error), (known["high"] - known["mean"]).fillna(error)]
     style = {"fmt": "o-" if joined else "o", "markersize": 4, "color": colour, "label": name}
     if len(known):
-        axis.errorbar(known["x"], known["mean"], yerr=off, **style)  # pyright: ignore[reportArgumentType]
+        axis.errorbar(known["x"], known["mean"], yerr=bars, **style)  # pyright: ignore[reportArgumentType]
         numbers = points["paper"].str.replace("\u2212", "-").str.extract(r"^([+-]?[\d,]*\.?\d+)")[0]
         quoted = numbers.str.replace(",", "").astype(float)
         if quoted.notna().any():
@@ -94,6 +93,7 @@ def speedups_figure(recipe: Recipe, records: Mapping[str, Sequence[Record]]) -> 
     for each in recipe.measurements:
         for number in (one for one in each.numbers if one.path[-1] in ("ratio", "pair_ms")):
             values = [value for record in records.get(each.name, ()) for value in number.values(record)]
+            # Such as 1.07× or 1.047 ± 0.005; the paper's ranges and times get no ring.
             quoted = re.match(r"[\d.]+(?=×| ±)", number.paper or "")
             if values:
                 paper = float(quoted[0]) if quoted else math.nan
@@ -105,6 +105,7 @@ def speedups_figure(recipe: Recipe, records: Mapping[str, Sequence[Record]]) -> 
         for axis, (title, points) in zip(
             canvas.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
         ):
+            # First our numbers, then the paper's as rings.
             for place, style in enumerate(({"marker": "o"}, {"marker": "o", "mfc": "none", "ms": 8})):
                 axis.plot([pair[place] for pair in points.values()], [*points], ls="", color="C0", **style)
             axis.axvline(1, color="grey", lw=0.8)

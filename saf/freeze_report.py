@@ -43,26 +43,26 @@ class FreezeReport:
     """The result of `freeze_`; `print(report)` shows its cost and a table, `save` writes JSON and safetensors."""
 
     heads: HeadSet  # frozen, or pruned
-    deferred: tuple[Head, ...] = ()  # accepted with them but left live, by ascending score: those after `max_heads`
-    fits: dict[Head, FittedHead]  # patterns and fits of all these
+    deferred: tuple[Head, ...] = ()  # accepted too but left live because of `max_heads`, by ascending score
+    fits: dict[Head, FittedHead]  # patterns and fits of `heads` and `deferred`
     rejected_fits: dict[Head, FittedHead]  # of heads skipped because their KL was above the limit
     requested: int  # k, the number of heads that the settings request
     scores: Tensor  # `[L, H]`; NaN for heads that were frozen or pruned before
     statistics: AttentionStatistics
     config: dict[str, Any]
-    in_all: dict[str, int]  # numbers of heads frozen and pruned after the event, with earlier events', by these words
+    in_all: dict[str, int]  # numbers of "frozen" and "pruned" heads after the event, earlier events' included
     seconds: dict[str, float]  # wall clock of capture, statistics, score, select, fit, install or prune, held-out loss
     joint_cost: JointCost | None = None  # with a budget: heads accepted together, refused, and what each costs alone
     loss: LossChange | None = None  # None without a text to measure
     loss_text: str = "held-out"  # kind of that text: held-out or calibration
-    # Of an accepted rise beyond the guard's limit: the layer whose heads cost most together, the others live, and by
-    # which share perplexity rises with them on the first 4 held-out sequences.
+    # If the loss rose beyond the guard's limit and was accepted: the layer whose heads alone, with all others live,
+    # raise perplexity most, and by which share on the first 4 held-out sequences.
     worst_layer: tuple[int, float] | None = None
     healing: Healing | None = None  # losses after training this model and the ordinary one alike
 
     @cached_property
     def patterns(self) -> Pattern | list[Pattern] | None:
-        """Patterns `[F, T]` (dense: `[F, T, T]`) in the heads' order, with exponential ones a list of one a head.
+        """Patterns `[F, T]` (dense: `[F, T, T]`) in the heads' order; a list, one a head, if any is exponential.
 
         None where no head was frozen, or heads were pruned.
         """
@@ -243,7 +243,7 @@ def loss_of(event: Mapping[str, Any]) -> LossChange | None:
 
 
 def budget_words(event: Mapping[str, Any]) -> str:
-    """Return a clause where the interval of the cost of an event ends above its budget, or nothing."""
+    """Return a clause if the interval of an event's cost ends above its budget, else nothing."""
     if note := event.get("budget_note"):  # of a model's configuration, which keeps neither budget nor interval
         return note
     budget, loss = event.get("config", {}).get("budget"), loss_of(event)

@@ -59,7 +59,7 @@ class Stability(Analysis):
         one, other = (HeadSet(each["heads"]) for each in selections if each)
         scores = [matrix(each["scores"]) for each in selections if each]
         layers, width = scores[0].shape
-        # By chance: random sets with as many heads in each layer, whose overlap within a layer is hypergeometric.
+        # Within a layer the overlap of random sets is hypergeometric.
         a, b = (np.array([len(heads.in_layer(layer)) for layer in range(layers)]) for heads in (one, other))
         variance = (a * b * (width - a) * (width - b)).sum() / (width**2 * max(1, width - 1))
         return {
@@ -130,7 +130,7 @@ class Profiles(ModelAnalysis):
     text: Literal["controller", "calibration"] = "controller"
     """Take the first windows of the controller partition, or calibration sequences."""
     later: Path | None = None
-    """A record of `profiles` on a later checkpoint of the run; adds the rank correlation of both variances."""
+    """A record of `profiles` on a later checkpoint of the run; adds the rank correlation of both records' variances."""
 
     def measure(self) -> dict[str, Any]:
         opened, selected = self.open(), head_set(self.selected)
@@ -222,14 +222,14 @@ def attention_profiles(model: nn.Module, batches: Sequence[Tensor], *, recent: i
     """Return each head's mean over sequences and query positions, `[L, H]` float64; NaN for heads that are not live.
 
     `entropy` is divided by the logarithm of the number of keys, `local_mass` is the weight of the last `recent` keys,
-    `largest` the largest weight, `first_token` the first key's. `variance` is that of weights over
-    sequences, summed over keys. `batches` are token ids `[B, T]`; the query positions are 64 in the latter half of T.
+    `largest` the largest weight, `first_token` the first key's. `variance` is that of weights over sequences, summed
+    over keys. `batches` are token ids `[B, T]`; 64 query positions are read, in the latter half of T.
     """
     adapter = adapter_for(model)
     sites = adapter.sites()
     rows = list(latter_half(batches[0].shape[1]))
-    total = zeros_of_live(sites).repeat(len(PROFILES) + 1, 1, 1)  # of the profiles, then of the squared weights
-    sums: dict[int, Tensor] = {}  # of the patterns of a layer, over sequences
+    total = zeros_of_live(sites).repeat(len(PROFILES) + 1, 1, 1)  # the four profiles, then the squared weights
+    sums: dict[int, Tensor] = {}  # by layer: its heads' attention, summed over sequences
 
     def add(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
         for q, k in zip(query, key, strict=True):
@@ -278,7 +278,7 @@ def _profile(pattern: Tensor, rows: Sequence[int], recent: int) -> Tensor:
 def layer_matched(values: Tensor, selected: HeadSet) -> tuple[float, float]:
     """Return the mean of `values [L, H]` over selected heads, and over unselected ones weighted to match their layers.
 
-    Each layer weighs as many times as it has selected heads, in both means. Layers without selected or without
+    In both means a layer's weight is its number of selected heads. Layers without selected or without
     unselected heads are left out, and so are NaN values. Raises InputError if no layer is left, or for heads that do
     not exist.
     """

@@ -27,8 +27,8 @@ def _timed_numbers(task: str, rate: float) -> list[Number]:
     path = ("memory", {"backend": "toeplitz", "rate": rate}, "change_percent")
     return [
         *(
-            Number(f"{title}, {words}", ("rows", {**entry, "refused": False}, name), papers[key], places, of="mean")
-            for name, words, key, places in columns
+            Number(f"{title}, {words}", ("rows", {**entry, "refused": False}, name), papers[key], decimals, of="mean")
+            for name, words, key, decimals in columns
         ),
         Number(f"{title}, peak, %", path, papers["memory"], 2, signed=True),
     ]
@@ -47,7 +47,7 @@ def _updates(task: str) -> Measurement:
             "tokenizer": DATA,
             "model": "124m",
             "length": CONTEXTS[k],
-            # Batches of the paper, at the small scale too: what is timed is their shape.
+            # The paper's batches at the small scale too, as only their shape matters for the time.
             **settings["paper"],
             "rates": _RATES,
             "orders": _ORDERS,
@@ -126,7 +126,7 @@ _MODELS = {
     "gate-taylor-25": "gate-Taylor 25%",
     "from-start": "from initialisation",
 }
-# Which checkpoints are finetuned: from an event halfway or later, trained for as many tokens or as long.
+# The checkpoints that are finetuned: heads replaced halfway or later, then as many tokens or seconds of pretraining.
 _GROUPS = {
     "midpoint": "midpoint, time",
     "later-tokens": "later, tokens",
@@ -252,17 +252,17 @@ RECIPES["scale_up_downstream"] = Recipe(
 def _recall_figure(learnt: str, replaced: str) -> Figure:
     """Return the figure of recall by pairs in 512 tokens, the paper's fig:mqar-generalisation.
 
-    Both tables are lines: models that learnt recall with the heads they have, and models whose heads were replaced
-    after learning, without further training.
+    Both arguments list lines: of models that learnt recall with the heads they have, and of models whose heads were
+    replaced after learning, without further training.
     """
-    pairs = {str(pairs): str(pairs) for length, pairs in RECALL if length == 512}
+    ticks = {str(pairs): str(pairs) for length, pairs in RECALL if length == 512}
     return Figure(
         name="recall",
         title="Recall in 512 tokens, %, of models that learnt 8 pairs",
         across="pairs",
         panels={
-            "learnt with these heads": curves(pairs, learnt),
-            "heads replaced after learning, untrained": curves(pairs, replaced),
+            "learnt with these heads": curves(ticks, learnt),
+            "heads replaced after learning, untrained": curves(ticks, replaced),
         },
     )
 
@@ -306,6 +306,7 @@ RECIPES["recall"] = Recipe(
             90.76 ± 0.27  | 53.20 ± 5.25
             """,
         ),
+        # NAME@0 to NAME@3: the run NAME after each number of updates in `RECOVERY`.
         *rows(
             """
             arm                       | recall 512 8 | recall 2048 8 | recall 4096 8 | recall 512 32

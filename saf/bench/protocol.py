@@ -78,7 +78,7 @@ class Arm:
 
     @property
     def role(self) -> str:
-        """What the arm is compared for: control, kernel (another one), frozen, free or pruned."""
+        """What the arm is compared for: control, kernel (ordinary, with another kernel), frozen, free or pruned."""
         if self.backend is None:
             return "control" if self.control else "kernel"
         return self.backend if self.backend in (FREE, PRUNED) else "frozen"
@@ -121,7 +121,7 @@ class Subject(ABC):
     """One arm that can be timed."""
 
     facts: Mapping[str, Any] = {}
-    """More entries of its rows; rows that it is the baseline of have them as `baseline_...`."""
+    """More entries of its rows; in rows where it is the baseline their names begin with `baseline_`."""
 
     @abstractmethod
     def warm_up(self) -> None:
@@ -243,7 +243,7 @@ def _rows(case: Case, subjects: Mapping[Arm, Subject], times: Mapping[Any, list[
         control = controls.get((baseline, variant))
         row = {**case.fields, "variant": variant, "role": arm.role, "baseline": baseline.name, "arm": arm.name}
         row |= {**asdict(arm), **numbers, "control_ratio": control}
-        # Without a control nobody knows how far two equal models lie apart: as bad as a control that strays.
+        # Without a control nobody knows how far apart two equal models would be.
         row["refused"] = control is None or abs(control - 1) > tolerance
         row |= {f"baseline_{name}": value for name, value in subjects[baseline].facts.items()}
         rows.append({**row, **subjects[arm].facts, **case.describe(arm)})
@@ -351,7 +351,7 @@ class Session:
         return time.perf_counter() - self._began
 
     def fits(self, seconds: float) -> bool:
-        """Whether something of `seconds` would end in time, by rank 0's clock."""
+        """Return whether work of so many seconds would end in time, by rank 0's clock."""
         # Ranks that decided by their own clocks could differ, and the ones that go on would wait for ever.
         return math.isinf(self._limit) or on_rank0(lambda: self._limit - self.spent > seconds)
 

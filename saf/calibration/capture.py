@@ -19,8 +19,8 @@ from saf.heads import Head, HeadSet
 from saf.models.adapter import ON_META, Adapter, Site, adapter_for, check_unsharded, rows_of
 from saf.records.table import byte_size
 
-# Share of free memory for queries and keys, or for collected tensors. The rest is for the model's activations and the
-# strips, whose size nobody knows beforehand.
+# Share of free memory for queries and keys, or for collected tensors. The rest is for the model's activations and for
+# attention matrices (measure.py), whose size nobody knows beforehand.
 SHARE = 0.5
 CPU_BYTES = 4 << 30  # most queries and keys by default on a CPU, whose memory others use too
 COLLECT_BYTES = 16 << 30  # most that `heads_at_a_time` collects at once
@@ -40,9 +40,9 @@ class CalibrationPlan(NamedTuple):
         held = self.collector.nbytes
         collected = f"; {byte_size(held)} collected on the CPU" if held else ""
         return (
-            f"calibration of {len(self.heads)} heads on {self.sequences}: queries and keys of "
-            f"{max(map(len, self.groups), default=0)} layers at a time {byte_size(self.capture_bytes)}, model runs "
-            f"{len(self.groups)} x{collected}"
+            f"calibration of {len(self.heads)} heads on {self.sequences}: {byte_size(self.capture_bytes)} for queries "
+            f"and keys of {max(map(len, self.groups), default=0)} layers at a time; runs of the model: "
+            f"{len(self.groups)}{collected}"
         )
 
 
@@ -57,9 +57,9 @@ def plan_calibration(
 ) -> CalibrationPlan:
     """Plan `calibrate` with the same arguments, without running the model.
 
-    Queries and keys of as many layers as fit are held at a time: into `capture_bytes`, by default into half of the free
-    memory (on a CPU at most 4 GiB), but always of one layer that fits into it. Raises InputError where one layer does
-    not fit, or the collected tensors do not.
+    Queries and keys of as many layers are held at a time as fit into `capture_bytes`. Its default is half of the free
+    memory, on a CPU at most 4 GiB; a single layer may then take all that is free. Raises InputError where one layer
+    does not fit, or the collected tensors do not.
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
     check_vocabulary(adapter, sequences.ids)
@@ -71,9 +71,9 @@ def plan_calibration(
             f"not enough memory: {byte_size(collector.nbytes)} to collect, {byte_size(free)} free on the CPU; "
             "measure fewer heads at a time (heads=)"
         )
-    if sequences.unequal_lengths and (whole := [name for name in collect if "N" in COLLECTIONS[name].shape]):
+    if sequences.unequal_lengths and (names := [name for name in collect if "N" in COLLECTIONS[name].shape]):
         raise InputError(
-            f"{' and '.join(whole)} cannot be collected of sequences of unequal lengths, {sequences.lengths[-1]} to "
+            f"{' and '.join(names)} cannot be collected of sequences of unequal lengths, {sequences.lengths[-1]} to "
             f"{sequences.length} tokens; pass sequences of one length, or collect the mean"
         )
     groups, size = _groups(adapter, measured, count * length, capture_bytes)
@@ -109,7 +109,7 @@ def _groups(adapter: Adapter, heads: HeadSet, tokens: int, capture_bytes: int | 
 
 
 def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int, length: int) -> int:
-    """Return the number of heads whose `collect` fits into half of the CPU's free memory at once; one at least."""
+    """Return the number of heads whose collected tensors fit into half of the CPU's free memory; at least 1."""
     free = free_bytes(torch.device("cpu"))
     limit = COLLECT_BYTES if free is None else min(COLLECT_BYTES, int(SHARE * free))
     one = Collector(collect, HeadSet([(0, 0)]), sequences=sequences, length=length, dtype=adapter_for(model).dtype)
@@ -151,7 +151,7 @@ def measurable_heads(adapter: Adapter, heads: Iterable[Head] | None = None) -> H
 
 
 def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
-    """Raise InputError for a token id that the model does not know; on a GPU it would end the process.
+    """Raise InputError for a token id that the model does not know; on a GPU such an id would end the process.
 
     A model without numbers (on the meta device) raises InputError too, sharded weights UnsupportedError.
     """
@@ -181,7 +181,7 @@ def capture_layers(
 ) -> dict[int, CapturedLayer]:
     """Run the model over all batches, the longest first, and return the queries and keys of `heads` in some layers.
 
-    Each is copied to its place at once, so that no more is held than the result and one forward pass.
+    Each batch is copied at once, so that no more is held than the result and one forward pass.
     """
     sites, count, length = adapter.sites(), sum(map(len, ids)), ids[0].shape[1]
     slots = {layer: read_slots(sites[layer], heads.in_layer(layer)) for layer in layers}
@@ -189,7 +189,7 @@ def capture_layers(
     filled = dict.fromkeys(slots, 0)
 
     def space(part: Tensor, heads: int) -> Tensor:
-        # Positions lie outside heads in memory, as models store them.
+        # Stored as `[N, T, heads, D]`, as models do.
         return part.new_empty(count, length, heads, part.shape[3]).transpose(1, 2)
 
     def receive(layer: int, query: Tensor, key: Tensor) -> None:
@@ -198,7 +198,7 @@ def capture_layers(
             captured[layer] = CapturedLayer(space(query, len(queries)), space(key, len(keys)), kv_head)
         start, end = filled[layer], filled[layer] + len(query)
         filled[layer] = end
-        if end <= count:  # a layer that attends twice in a pass comes to more, which is refused below
+        if end <= count:  # more from a layer that attends twice in a pass, an error below
             _copy(captured[layer].query[start:end], query, queries)
             _copy(captured[layer].key[start:end], key, keys)
 

@@ -37,8 +37,8 @@ class Command:
     """Evaluate this checkpoint (step-N), run (its newest checkpoint), folder written by saf.save, or Hugging Face model
     (its folder, or its name on the hub)."""
     data: Path | None = None
-    """Read this file of text, or folder written by `saf data prepare` with the model's tokenizer (--tokenizer, the
-    folder of its training data, or a Hugging Face model); by default the data that the model was trained on."""
+    """Read this file of text, or folder written by `saf data prepare` with the model's tokenizer (its --tokenizer takes
+    the folder of the training data, or a Hugging Face model); by default the data that the model was trained on."""
     tasks: tuple[TaskName, ...] = ()
     """Answer these zero-shot tasks."""
     task_data: Path | None = None
@@ -100,7 +100,7 @@ class Command:
         return record
 
     def _refuse(self, *names: str, without: str) -> None:
-        """Raise InputError if one of these settings is not its default."""
+        """Raise InputError if one of these settings differs from its default."""
         for name in names:
             if getattr(self, name) != getattr(Command, name):
                 raise InputError(f"--{name.replace('_', '-')} has no effect without {without}; leave it out")
@@ -111,7 +111,7 @@ class Command:
             return
         if not self.out.is_dir():
             raise InputError(f"{self.out} is a file; --out takes a folder")
-        # What a folder is shows in its files: a run with an evaluation in it would be read as one of the two.
+        # A folder is recognised by its files: a run and an evaluation in one folder could not be told apart.
         others = sorted({path.name for path in self.out.iterdir()} - {*EVALUATION_FILES, *ZERO_SHOT_FILES})
         if others:
             raise InputError(f"{self.out} holds {others[0]}, which `saf evaluate` did not write; name a new folder")
@@ -143,7 +143,7 @@ class Command:
         rows = {
             "perplexity": f"{record['perplexity']:.4f}",
             "loss, nats per token": f"{record['loss']:.5f}",
-            "loss by place": ", ".join(losses) if len(losses) > 1 else None,
+            "loss by position": ", ".join(losses) if len(losses) > 1 else None,
             "partition": f"{'all' if isinstance(data, TextData) else record['partition']} of {data.folder}",
             "windows": f"{record['windows']:,} of {record['length']:,} tokens",
             "precision": record["precision"],
@@ -165,8 +165,8 @@ class Command:
         settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
         facts = {"precision": precision_in_use(opened.model, self.precision), "of": model_facts(opened.model)}
         facts["longest"] = self.length or opened.longest
-        place = {"out": self.out, "device": device_name(pick_device(self.device)), "checkpoints": opened.checkpoints}
-        return on_rank0(lambda: zero_shot_record(answers, settings, facts=facts, **place))
+        header = {"device": device_name(pick_device(self.device)), "checkpoints": opened.checkpoints}
+        return on_rank0(lambda: zero_shot_record(answers, settings, facts=facts, out=self.out, **header))
 
 
 # called by saf.cli.main

@@ -76,7 +76,6 @@ class TokenData:
         return tokenizer
 
     def num_tokens(self, partition: str) -> int:
-        """Return the number of tokens of a partition."""
         check_name("partition", partition, PARTITIONS)
         return self.index["partitions"][partition]["tokens"]
 
@@ -131,7 +130,7 @@ def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
     The fingerprint is the SHA-256 of the tokenizer and of every token in order; paths play no part.
     """
     sums = {name: [info["sha256"]] if info["tokens"] else [] for name, info in index["partitions"].items()}
-    # The first entry is a constant: checkpoints and results name data by their fingerprint.
+    # A constant, not SCHEMA: checkpoints and results name data by this fingerprint, which a new schema must not change.
     text = json.dumps(["saf.data/1", index["tokenizer"]["sha256"], index["dtype"], sums], sort_keys=True)
     index = {"schema": SCHEMA, "fingerprint": sha256(text.encode()).hexdigest(), **index}
     index = json.loads(json.dumps(index))  # as it is read back, tuples as lists
@@ -187,12 +186,12 @@ def shuffled_windows(tokens: np.ndarray, position: int, size: int, *, length: in
 def random_windows(tokens: np.ndarray, position: int, size: int, *, length: int, seed: int) -> Tensor:
     """Read windows that start anywhere, each start drawn from (seed, number); otherwise as `shuffled_windows`."""
     _count_windows(tokens, length)
-    numbers, most = range(position, position + size), len(tokens) - length
-    return _read(tokens, [int(generator(_RANDOM, seed, number).integers(most)) for number in numbers], length + 1)
+    numbers, starts = range(position, position + size), len(tokens) - length
+    return _read(tokens, [int(generator(_RANDOM, seed, number).integers(starts)) for number in numbers], length + 1)
 
 
 def sequential_windows(tokens: np.ndarray, length: int, limit: int | None = None) -> Tensor:
-    """Read the first `limit` windows in order, or all, int64 `[windows, length + 1]`; DataError for less than one."""
+    """Read the first `limit` windows in order, or all, int64 `[windows, length + 1]`; DataError for a shorter text."""
     windows = _count_windows(tokens, length)
     if limit is not None and limit < 1:
         raise InputError(f"limit must be at least 1, got {limit}")
@@ -218,7 +217,7 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
 
 
 def begun_with(windows: Tensor, token: int) -> Tensor:
-    """Put a token before windows `[N, n]`, which lose their last one; models were trained to find one there.
+    """Put a token, such as BOS, before windows `[N, n]` and drop their last one.
 
     Where neighbours share a token, every token of the text is still a target once.
 
@@ -237,7 +236,7 @@ def generator(stream: int, seed: int, number: int) -> np.random.Generator:
 
 
 def shuffled_numbers(stream: int, seed: int, position: int, count: int, *, total: int) -> list[int]:
-    """Return which of `total` items come at `position` and behind it, where each epoch has an order of its own."""
+    """Return `count` items of `total` from `position` on, where each epoch goes through all in an order of its own."""
     places = (divmod(number, total) for number in range(position, position + count))
     return [int(_order(stream, seed, epoch, total)[place]) for epoch, place in places]
 

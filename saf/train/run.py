@@ -1,4 +1,4 @@
-"""`Run` holds the state of a training run: its place, its time, its logs and checkpoints, and its result.json.
+"""`Run` holds the state of a training run: its folder, its time, its logs and checkpoints, and its result.json.
 
 loop.py calls all of this; read it first.
 """
@@ -111,7 +111,7 @@ class Run:
     def timed_from(self) -> int:
         """The first update whose time and memory count: past the newest event, compilation and cold caches.
 
-        An ordinary arm leaves out as many, so that both are timed over the same updates.
+        An ordinary arm that others branch from leaves out as many, so that all are timed over the same updates.
         """
         begin = max(self.start, self.last_change or 0, self.config.freeze_update or 0)
         if begin >= self.config.updates:
@@ -162,14 +162,14 @@ class Run:
             if self.log:
                 self.log.flush()  # resuming from a checkpoint needs the lines before it
             engine = self.updater.engine
-            saved = save_checkpoint(path, engine.module, engine.optimizer, state=state, parent=self.parent_hash)
-            on_rank0(lambda: self._log_checkpoint(path, saved))
+            content_hash = save_checkpoint(path, engine.module, engine.optimizer, state=state, parent=self.parent_hash)
+            on_rank0(lambda: self._log_checkpoint(path, content_hash))
 
-    def _log_checkpoint(self, path: Path, saved: str) -> None:
-        """Remove old checkpoints; clock.jsonl lists the new one, its hash and the elapsed seconds, for good."""
+    def _log_checkpoint(self, path: Path, content_hash: str) -> None:
+        """Remove old checkpoints; clock.jsonl keeps name, hash and elapsed seconds of every checkpoint."""
         protect = {step_name(update) for update in self.config.branch_updates}
         remove_old_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
-        line = {"checkpoint": path.name, "hash": saved, "elapsed": self.elapsed.state_dict()}
+        line = {"checkpoint": path.name, "hash": content_hash, "elapsed": self.elapsed.state_dict()}
         append_line(self.folder / "clock.jsonl", line)
 
     def report_path(self, update: int) -> Path:
@@ -278,12 +278,12 @@ class RunLog:
         config, execution = run.config, run.execution
         self._run, self._tokens = run, run.task.targets_per_update
         self._metrics, self._evaluations = run.folder / "metrics.jsonl", run.folder / "evaluations.jsonl"
-        # At the rated speed of the devices of all ranks an update takes so many seconds.
+        # Seconds of an update in which all ranks' devices reach their rated FLOP/s.
         rated = rated_flops(device_name(execution.device), execution.precision)
         flops = self._tokens * run.model.config.flops_per_token(run.task.length)
-        self._ideal = flops / (rated * run.updater.parallel.processes) if rated else None
+        self._rated_seconds = flops / (rated * run.updater.parallel.processes) if rated else None
         self._console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False, quiet=config.quiet)
-        self._bar = self._board = None
+        self._bar = self._tensorboard = None
         if self._console.is_terminal and not config.quiet:
             counts = TextColumn("{task.completed:.0f}/{task.total:.0f}")
             self._bar = Bar(counts, BarColumn(), TextColumn("{task.fields[text]}"), console=self._console)
@@ -292,8 +292,8 @@ class RunLog:
         if config.tensorboard:
             from torch.utils.tensorboard import SummaryWriter  # takes 0.15 s to import
 
-            # Events of updates that a killed run did after its checkpoint go: this run does them again.
-            self._board = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.update + 1)
+            # TensorBoard drops what a killed run logged after its checkpoint: this run repeats those updates.
+            self._tensorboard = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.update + 1)
 
     def updated(self, result: UpdateResult, learning_rate: float) -> None:
         """Record the newest update, a line of metrics.jsonl, and show it."""
@@ -310,14 +310,14 @@ class RunLog:
         values = {f"train/{name}": line[name] for name in ("loss", "lr", "grad_norm")}
         values["speed/tokens_per_second"] = speed = self._tokens / seconds
         words = [f"loss {result.loss:.4f}", f"lr {learning_rate:.2e}", f"{speed:,.0f} tokens/s"]
-        if self._ideal:
-            values["speed/model_flop_utilisation"] = utilisation = self._ideal / seconds
+        if self._rated_seconds:
+            values["speed/model_flop_utilisation"] = utilisation = self._rated_seconds / seconds
             words.append(f"MFU {utilisation:.1%}")
         if (remaining := self._remaining_seconds()) is not None:
             words.append(f"{in_words(remaining)} left")
-        if self._board:
+        if self._tensorboard:
             for name, value in values.items():
-                self._board.add_scalar(name, value, update)
+                self._tensorboard.add_scalar(name, value, update)
         if self._bar:
             self._bar.update(self._task, completed=update, text="  ".join(words))
         elif update % self._run.config.log_every == 0 or update == last:
@@ -334,8 +334,8 @@ class RunLog:
         update = self._run.update
         line = {"update": update, "partition": "controller", "loss": loss, "when": when}
         append_line(self._evaluations, line, wait=False)
-        if self._board and when == "periodic":
-            self._board.add_scalar("controller/loss", loss, update)
+        if self._tensorboard and when == "periodic":
+            self._tensorboard.add_scalar("controller/loss", loss, update)
         self.say(f"controller loss {loss:.4f} ({when.replace('_', ' ')})")
 
     def say(self, text: str) -> None:
@@ -347,8 +347,8 @@ class RunLog:
             fsync(path)
 
     def close(self) -> None:
-        if self._board:
-            self._board.close()
+        if self._tensorboard:
+            self._tensorboard.close()
         if self._bar:
             self._bar.stop()
 
@@ -365,12 +365,12 @@ def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any
     config, metrics, events = run.config, read_lines(run.folder / "metrics.jsonl"), run.events
     # The checkpoint that a comparison looks for: that from which a frozen arm and its ordinary arm went on.
     branch = None if config.freeze_update is None else run.checkpoints / step_name(config.freeze_update)
-    branched = checkpoint_hash(branch) if branch and (branch / MANIFEST).is_file() else None
-    saved = {"parent": run.parent_hash, "branch": branched, "final": checkpoint_hash(final)}
+    branch_hash = checkpoint_hash(branch) if branch and (branch / MANIFEST).is_file() else None
+    checkpoints = {"parent": run.parent_hash, "branch": branch_hash, "final": checkpoint_hash(final)}
     # One for both: the fingerprint of a task covers all its data, for training and measuring.
     data = {"train": run.task.fingerprint, "report": run.task.fingerprint}
     settings, device = config.to_dict(), device_name(run.execution.device)
-    header = result_header("run", settings, device=device, checkpoints=saved, data=data)
+    header = result_header("run", settings, device=device, checkpoints=checkpoints, data=data)
     frozen, pruned = (adapter_for(run.model).heads(kind).to_list() for kind in EDITED)
     header["provenance"] |= {
         "patterns_hash": _patterns_hash(events),
@@ -414,7 +414,7 @@ def _missing(run: Run, events: list[EventRecord], reports: dict[int, Any]) -> It
         yield f"events: no training followed the event after update {run.update}"
     if run.config.freeze is not None and not events:
         yield f"events: none is recorded until update {run.update}, and the settings freeze heads"
-    # Schedules whose events come when the loss decides have none that must come.
+    # Where the loss decides when events come, there is no `freeze_update`, and no event is due.
     if run.proposer and not run.proposer.finished and run.config.freeze_update is not None:
         yield f"events: the run ended after update {run.update}, before all events of its schedule"
     yield from (f"reports: none after update {update}" for update, each in reports.items() if each is None)
@@ -426,7 +426,7 @@ def _update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str,
     if not timed:
         return None
     seconds = [line["update_seconds"] for line in timed]
-    deciles = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9  # of one, all are it
+    deciles = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
     return {
         "median": deciles[4],
         "p20": deciles[1],
@@ -439,7 +439,7 @@ def _update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str,
 def _intervention(events: list[EventRecord]) -> dict[str, Any]:
     """Return the summary of a run's events, at least one: first update, edited heads, seconds by part, losses.
 
-    `loss_rise` adds up the immediate rises of the controller loss at each event; None where no run measured them.
+    `loss_rise` adds up the immediate rises of the controller loss at each event; None unless every event has one.
     """
     seconds: dict[str, float] = {}
     for event in events:

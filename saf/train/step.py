@@ -98,8 +98,6 @@ class Updater:
     def update(self, learning_rate: float) -> UpdateResult:
         """Do one update with this learning rate.
 
-        The host waits once, for the loss and the gradient norm; the optimiser's step then still runs on the device.
-
         Raises:
             DivergenceError: Loss or gradient norm is not finite; weights and moments are as before the update.
         """
@@ -131,7 +129,7 @@ class Updater:
         The mean is over the targets of the whole update: a micro-batch weighs as much as it has targets. Ranks'
         gradients are averaged, so the mean of their shares is the loss.
         """
-        # All at once: the mean needs the number of targets before the first backward pass.
+        # All batches at once: the mean needs the number of targets before the first backward pass.
         micro_batches = [next(self.batches) for _ in range(self.accumulation)]
         counts = torch.stack([(targets != IGNORE_INDEX).sum() for _, targets in micro_batches])
         self.targets.copy_(self.parallel.mean(counts.sum().double()))
@@ -268,7 +266,7 @@ class Engine:
     """Context of all micro-batches of an update but the last: gradients stay with their rank."""
 
     def clip_(self, max_norm: float) -> Tensor:
-        """Scale gradients down to this norm of all of them together, and return the norm before."""
+        """Scale gradients down to this global norm, and return the norm before."""
         return whole_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
 
 
@@ -280,7 +278,7 @@ class Parallel:
     rank, processes = 0, 1
 
     def engine(self, model: nn.Module, optimizer: AdamW, execution: Execution) -> Engine:
-        """Return an engine for the model's present heads and shapes; earlier ones are void."""
+        """Return an engine for the model's present heads and shapes; earlier engines must not be called again."""
         forward, compiles = _compiled(model, execution)
         return Engine(forward, model, optimizer, compiles)
 
@@ -322,14 +320,14 @@ class Replicas(Parallel):
         forward, compiles = _compiled(model, execution)
         self._wrapper = None  # a new one, whose gradient buckets have the parameters' present shapes
         gc.collect()  # the hooks of the old wrapper go with it, and it is in a cycle
-        calling = _CompiledModule(model, forward)
-        # Weights without elements get no gradient, which the wrapper would wait for. The tables of frozen heads are the
-        # same on every rank: no forward pass need send them.
-        ignored = [name for name, parameter in calling.named_parameters() if not parameter.numel()]
-        ignored += [name for name, _ in calling.named_buffers()]
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(calling, ignored)
+        module = _CompiledModule(model, forward)
+        # DDP would wait for the gradients of weights without elements, which get none. The tables of frozen heads are
+        # the same on every rank, so no forward pass needs to send them.
+        ignored = [name for name, parameter in module.named_parameters() if not parameter.numel()]
+        ignored += [name for name, _ in module.named_buffers()]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, ignored)
         devices = None if execution.device.type == "cpu" else [torch.cuda.current_device()]
-        self._wrapper = DistributedDataParallel(calling, device_ids=devices, gradient_as_bucket_view=True)
+        self._wrapper = DistributedDataParallel(module, device_ids=devices, gradient_as_bucket_view=True)
         return Engine(self._wrapper, model, optimizer, compiles, no_sync=self._wrapper.no_sync)
 
 
@@ -355,18 +353,18 @@ class Shards(Parallel):
         In bf16 the layers' matrices are sent and used in bfloat16, their gradients added up in float32; embedding and
         norms stay in float32, and so does the residual stream.
         """
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # which loads for half a second
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # takes half a second to import
 
         sharded = _copy_of(model)
-        low, policy = execution.precision == "bf16", MixedPrecisionPolicy()
-        if low:
+        bf16, policy = execution.precision == "bf16", MixedPrecisionPolicy()
+        if bf16:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         empty = {parameter for parameter in sharded.parameters() if not parameter.numel()}
         for parameter in empty:  # FSDP2 takes none; they have nothing to train
             parameter.requires_grad_(False)
-            parameter.data = parameter.data.to(torch.bfloat16 if low else parameter.dtype)
+            parameter.data = parameter.data.to(torch.bfloat16 if bf16 else parameter.dtype)
         for layer in [module for module in sharded.modules() if isinstance(module, DecoderLayer)]:
-            # One group; norms are the root's, in float32, as they are where one process trains.
+            # Both are gathered as one; norms stay with the root module, in float32, as where one process trains.
             parts: list[nn.Module] = [layer.attention, layer.mlp]
             fully_shard(parts, mesh=self._mesh, mp_policy=policy, ignored_params=empty)
         fully_shard(sharded, mesh=self._mesh, ignored_params=empty)
@@ -473,7 +471,7 @@ def _compiled(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any
 
 GRAPHED_SIZE = 8_192 * 768
 """Tokens of a micro-batch times channels of the model up to which `graphs="auto"` captures. There the host is slower
-than the device: by a sixth ordinary, by two thirds with a quarter of the heads frozen (124M, two sequences of 4K)."""
+than the device: by a sixth with all heads ordinary, by two thirds with a quarter frozen (124M, two sequences of 4K)."""
 
 
 def trains_patterns(model: nn.Module) -> bool:
@@ -484,11 +482,11 @@ def trains_patterns(model: nn.Module) -> bool:
 def graphs_unsupported(
     execution: Execution, kind: str, *, trained_patterns: bool, many_lengths: bool = False
 ) -> str | None:
-    """Return why micro-batches cannot be captured, None where they can; `kind` is of their `Parallel`."""
+    """Return why micro-batches cannot be captured, None where they can; `kind` is `Parallel.kind`."""
     if execution.device.type != "cuda":
         reason = f"they need a CUDA device, and updates run on {execution.device}"
     elif execution.compile and many_lengths:
-        reason = "compiled, every length of micro-batches is a program; pass compile='off'"
+        reason = "each length of micro-batches would compile a program of its own; pass compile='off'"
     elif kind != Parallel.kind:
         reason = "they are for one process"
     elif execution.activation_checkpointing:
@@ -547,8 +545,8 @@ class GraphedPasses:
     def _capture(self, inputs: Tensor, targets: Tensor) -> GraphReplay:
         """Return a graph that reads this memory; gradients are afterwards what they were."""
         before = [own.clone() for own in self._gradients.values()]
-        # An earlier pass that a reference cycle keeps alive would lend its nodes, of another stream, to this one; and
-        # memory that passes without a graph hold would lie unused next to the graphs' own.
+        # A reference cycle can keep an earlier pass alive: this one would reuse its autograd nodes, of another stream.
+        # Memory cached by passes without a graph would lie unused next to the graphs' own.
         gc.collect()
         torch.cuda.empty_cache()
         with for_graphs(self._model):

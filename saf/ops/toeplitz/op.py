@@ -54,11 +54,11 @@ def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) 
     u = u.permute(1, 3, 2, 0, 4).reshape(heads, block, -1)
     g = pad(distance[:, :length].to(wide), (block - 1, beyond))  # g(d) at C - 1 + d, zeros before
     position = torch.arange(block, device=x.device)
-    at = position[:, None] - position + block - 1  # [C, C]
+    index = position[:, None] - position + block - 1  # [C, C]
     y = torch.zeros_like(u)
     for offset in range(count):
-        # The blocks `offset` and more from the start take the inputs of those `offset` before them.
-        y[:, :, offset * width :].baddbmm_(g[:, at + offset * block], u[:, :, : (count - offset) * width])
+        # Output block n takes input block n - offset.
+        y[:, :, offset * width :].baddbmm_(g[:, index + offset * block], u[:, :, : (count - offset) * width])
     y = y.view(heads, block, count, batch, dim).permute(3, 2, 1, 0, 4)
     y = y.reshape(batch, count * block, heads, dim)[:, :length]
     output = heads_like(x, heads)
@@ -101,10 +101,10 @@ def causal_convolution(left: Tensor, right: Tensor) -> Tensor:
 # The smallest value that a pattern must still mix with values of size one: times a small exp(alpha), it underflows
 # first. It is the rounding of bfloat16 at one; chosen, not measured.
 SMALL_VALUE = 2.0**-8
-# How far a row's executed weights may miss a sum of one: five times the most that rounding both factors to bfloat16,
-# 2**-9 each, makes of a row, so that only lost weight exceeds it. Chosen, not measured.
+# How far the sum of a row's executed weights may be from one: five times the largest error of rounding both factors to
+# bfloat16, 2**-9 each, so that only underflow exceeds it. Chosen, not measured.
 ROW_SUM_TOLERANCE = 0.02
-# Largest logarithm of 1/Z. Numbers end at 88.7 in float32 and at 709.8 in float64; gradients take the rest.
+# Largest logarithm of 1/Z. exp overflows at 88.7 in float32 and at 709.8 in float64; the rest is for gradients.
 LARGEST = {torch.float64: 600.0, torch.float32: 64.0}
 
 
@@ -115,8 +115,8 @@ def level_logits(alpha: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
     where float64 cannot hold a row's Z.
     """
     position = torch.arange(alpha.shape[1], dtype=torch.float64, device=alpha.device)
-    # First a rough slope, so that float64 can hold Z at all: two terms of a row's Z are those of its first key and of
-    # its own, and without the slope of the larger one Z stays within range. Then the slope of log Z itself.
+    # First a rough slope, so that float64 can hold Z at all: that of the larger of two terms of a row's Z, its first
+    # key's and its own. Then the slope of log Z itself.
     alpha, rho = alpha.double(), rho.double()
     logits = torch.stack([alpha, rho])
     logits = logits - _slope(torch.maximum(alpha + rho[:, :1], rho + alpha[:, :1])) * position
@@ -240,7 +240,7 @@ class Toeplitz(Backend):
                 tables["table"] = distance_table(tables["distance"])
                 tables["convolved"] = tuple(slot for slot, fit in zip(compact, fits.tolist(), strict=True) if fit)
             stored = tuple(slot for slot in range(len(patterns)) if slot not in tables["convolved"])
-            # The launches for few tokens and few queries read compact tables alone, of all frozen heads.
+            # The kernels for few tokens and few queries need every frozen head in compact tables.
             if stored:
                 weights = [patterns[slot].dense().to(device=device, dtype=dtype) for slot in stored]
                 tables["weights"] = torch.stack(weights)
@@ -284,9 +284,9 @@ def _save_trainable(ctx, inputs, output) -> None:
 
 
 def logit_gradients(ctx, gradient: Tensor, *_):
-    """Return the gradients to values, alpha and rho."""
-    to_value, to_alpha, to_rho = pattern_gradient(gradient, *ctx.saved_tensors, ctx.positions)
-    return to_value, to_alpha.to(ctx.dtype), to_rho.to(ctx.dtype)
+    """Return the gradients of values, alpha and rho."""
+    grad_value, grad_alpha, grad_rho = pattern_gradient(gradient, *ctx.saved_tensors, ctx.positions)
+    return grad_value, grad_alpha.to(ctx.dtype), grad_rho.to(ctx.dtype)
 
 
 def _trainable_like(value, alpha, rho) -> tuple[Tensor, ...]:
@@ -324,7 +324,7 @@ def _gradients_like(gradient, value, distance, key_scale, row_scale, positions) 
 def pattern_gradient(
     gradient: Tensor, value: Tensor, distance: Tensor, key_scale: Tensor, row_scale: Tensor, positions: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients to values, and to alpha and rho in the scalings' dtype, Eq. (S.17).
+    """Return the gradients of values, and of alpha and rho in the scalings' dtype, Eq. (S.17).
 
     `gradient` and `value` are `[B, F, T, D]`; the logits' gradients are `[F, positions]`, summed over B and D, zero
     beyond T. Terms `dO_i V_j` and `dO_i O_i` nearly cancel, so both are computed from the same unrounded `dO/Z` and
@@ -337,28 +337,28 @@ def pattern_gradient(
     if uses_triton(value.device, value.dtype) and value.dtype.itemsize == 2:
         left_halves, right_halves = split(left, value.dtype), split(right, value.dtype)
         table = make_tiles(distance)
-        above, below = split_product(right_halves, table, False), split_product(left_halves, table, True)
+        product, transposed = split_product(right_halves, table, False), split_product(left_halves, table, True)
         # What the halves add up to, so that both terms of a difference come from the same operands.
         left, right = left_halves.float().sum(0), right_halves.float().sum(0)
         # All four products of a half of one operand with a half of the other: (a + b)(c + d).
         columns = left_halves.repeat(2, 1, 1, 1, 1), right_halves.repeat_interleave(2, 0)
-        pairs = cross_correlation(*(x.permute(2, 3, 0, 1, 4) for x in columns)).double()
+        by_lag = cross_correlation(*(x.permute(2, 3, 0, 1, 4) for x in columns)).double()
     else:
         # Float32 has no kernel a precision above itself: float64, in plain PyTorch on any device.
-        lags, one = distance.to(wide), torch.ones_like(key_scale)
-        above, below = blocked_product(right, lags, one, one), reversed_product(left, lags, one, one)
-        pairs = cross_correlation(*(x.permute(1, 2, 0, 3) for x in (left, right))).double()
-    keys, lags, rows = key_scale.double(), distance.double(), row_scale.double()
-    row_terms = (left * above).sum((0, 3)).double() * rows  # D_i / Z_i of (S.17)
-    key_terms = (right * below).sum((0, 3)).double()  # <dV_j, V_j>
+        g, one = distance.to(wide), torch.ones_like(key_scale)
+        product, transposed = blocked_product(right, g, one, one), reversed_product(left, g, one, one)
+        by_lag = cross_correlation(*(x.permute(1, 2, 0, 3) for x in (left, right))).double()
+    keys, g, rows = key_scale.double(), distance.double(), row_scale.double()
+    row_terms = (left * product).sum((0, 3)).double() * rows  # D_i / Z_i of (S.17)
+    key_terms = (right * transposed).sum((0, 3)).double()  # <dV_j, V_j>
     # The upper line of (S.17): <dV_j, V_j> less (P^T D)_j.
-    to_alpha = key_terms - keys * causal_convolution(row_terms.flip(1), lags).flip(1)
+    grad_alpha = key_terms - keys * causal_convolution(row_terms.flip(1), g).flip(1)
     # The lower line of (S.17). Where exp(rho) is 0 the other factor may be infinite.
-    to_rho = torch.where(lags == 0, 0, lags * (pairs - causal_convolution(keys, row_terms.flip(1)).flip(1)))
-    beyond = (0, positions - to_alpha.shape[1])
-    to_alpha, to_rho = (pad(x.to(key_scale.dtype), beyond) for x in (to_alpha, to_rho))
-    to_value = heads_like(value, value.shape[1]).copy_(below * key_scale[:, :, None])
-    return to_value, to_alpha, to_rho
+    grad_rho = torch.where(g == 0, 0, g * (by_lag - causal_convolution(keys, row_terms.flip(1)).flip(1)))
+    beyond = (0, positions - grad_alpha.shape[1])
+    grad_alpha, grad_rho = (pad(x.to(key_scale.dtype), beyond) for x in (grad_alpha, grad_rho))
+    grad_value = heads_like(value, value.shape[1]).copy_(transposed * key_scale[:, :, None])
+    return grad_value, grad_alpha, grad_rho
 
 
 def split(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -392,7 +392,7 @@ def cross_correlation(left: Tensor, right: Tensor) -> Tensor:
     block = _block(length, GPU_BLOCK if left.is_cuda else BLOCK)
     count = -(-length // block)
     later, earlier = (_columns_by_row(x, count, block) for x in (left, right))
-    earlier = earlier.flip(1)  # s becomes C - 1 - s: pairs of one lag then have one sum of both indices
+    earlier = earlier.flip(1)  # s becomes C - 1 - s: pairs of one lag then lie on one antidiagonal
     width = later.shape[2] // count
     # Entry C - 1 + lag; negative lags are those of pairs in one block whose second row is the later one.
     result = left.new_zeros(
