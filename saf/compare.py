@@ -242,7 +242,7 @@ def speed_caveat(record: Mapping[str, Any]) -> str:
         return "too few updates to tell which arm is faster"
     # An update that did nothing but the work of heads would be 1 / (1 - r) times as fast with a share r of them gone.
     if record["update_time_ratio"] * (record["num_heads"] - record["heads"]) > record["num_heads"]:
-        return "timing unclear: more was saved than all the work of these heads, so the machine was busy"
+        return "timing unclear: more was saved than all the work of these heads"
     spreads = sorted([record["update_seconds_spread_ordinary"], record["update_seconds_spread_frozen"]])
     return "" if spreads[0][1] < spreads[1][0] else "timing unclear: the spreads of both arms overlap"
 
