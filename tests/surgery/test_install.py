@@ -42,10 +42,11 @@ def by_hand(model: GPT, tokens: torch.Tensor, heads: HeadSet, fixed: torch.Tenso
     [
         (torch.optim.AdamW, {}, {}),
         (torch.optim.SGD, {"momentum": 0.9}, {}),
+        (torch.optim.Adam, {"amsgrad": True}, {}),
         (torch.optim.AdamW, {}, {"trainable": True}),
         (torch.optim.AdamW, {}, None),
     ],
-    ids=["adamw", "sgd", "trainable", "prune"],
+    ids=["adamw", "sgd", "amsgrad", "trainable", "prune"],
 )
 def test_uninstall_is_the_exact_inverse(optimizer, options, edit):
     model, trainer = make(optimizer, **options)
