@@ -85,7 +85,7 @@ def decode_heads(
     query: Tensor, key: Tensor, value: Tensor, maps: list[Tensor], patterns: list[Tensor], first: Tensor | None,
     host_first: int, left_pad: Tensor | None, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Return live and then frozen heads, `[B, L + F, rows, D]` in the dtype of `value`, stored as `[B, rows, ., D]`.
+    """Return live and then frozen heads, `[B, L + F, rows, D]` in the operands' dtype, stored as `[B, rows, ., D]`.
 
     `maps` are `kv_read` and `kv_readers` of `decode_maps`; without them equally many consecutive live slots read each
     of the first value heads. `patterns` are `distance`, `key_scale` and `row_scale` `[F, >=T]`; none without frozen

@@ -250,7 +250,7 @@ SHORTEST = 256
 SHORT_PAIRS = 40 * SHORT**2
 # B x T x C x (12 C + T), half a layer's operations, up to which launching takes the host longer than the device works.
 # It is a layer of the 124M model at two sequences of 4,096 tokens: by two launches a called prompt ran at 0.53x of an
-# ordinary one, by one at 0.94x (docs/log.md). The device is faster by two there, so CUDA graphs take two.
+# ordinary one, by one at 0.94x. The device is faster by two there, so CUDA graphs take two.
 HOST_BOUND = 2 * 4096 * 768 * (12 * 768 + 4096)
 # Channels up to which the limits were measured; wider heads leave the kernel few registers.
 MAX_DIM = 128
