@@ -34,7 +34,7 @@ _NOT_WITH = {
 _COMPARING_SCORES = ("variance", "forward_kl", "rank_sum", "gradient_veto", "residual_cosine", "relative_output_change")
 # Heads of lowest score that are tried for each one that joint cost may take. On SmolLM2-135M 5% of all heads, chosen by
 # their joint cost on general text, raise perplexity on wikitext-2 by 13%; chosen among three times as many of lowest
-# forward KL, by 1.5% (docs/log.md).
+# forward KL, by 0.7% (docs/log.md).
 CANDIDATES = 3
 # Calibration tokens from which exponential patterns are the default: the shortest context at which they were measured
 # to make updates faster than compact ones, 1.078x in place of 1.068x with 25% of 124M frozen (docs/log.md).

@@ -182,17 +182,19 @@ def _costs(path: Path, edited: HeadSet) -> list[dict[str, Any]]:
     again.
     """
     kept = (_config_of(path).get("saf") or {}).get("events", [])
-    costs = []
-    for event in [each.values for each in read_events(path)] or kept:
-        # Events whose heads are all live again cost nothing any more.
-        if (loss := loss_of(event)) is None or not len(edited & HeadSet(event["heads"])):
+    costs: list[dict[str, Any]] = []
+    # From the last one: heads that were frozen, undone and frozen again count for it alone, and live ones for none.
+    for event in reversed([each.values for each in read_events(path)] or kept):
+        heads = edited & HeadSet(event["heads"])
+        edited = edited - heads
+        if not len(heads) or (loss := loss_of(event)) is None:
             continue
         costs.append(
             {"kind": STATE_AFTER.get(event["kind"], event["kind"]), "num_heads": len(event["heads"])}
             | {name: event[name] for name in _COST if event.get(name) is not None}
             | {"perplexity_rise": loss.rise, "interval": loss.interval, "summary": cost_words(event)}
         )
-    return costs
+    return costs[::-1]
 
 
 def _config_of(path: Path) -> dict[str, Any]:

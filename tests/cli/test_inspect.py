@@ -2,6 +2,7 @@
 
 import shutil
 
+from saf.records.run import append_event
 from saf.saving import save
 from saf.train import load_model
 
@@ -24,6 +25,9 @@ def test_every_folder_is_described(saf_json, arms, text_data, tmp_path):
     assert (saved["kind"], saved["verified"], saved["frozen"]) == ("saved", True, run["frozen"])
     assert saved["patterns"] == checkpoint["patterns"]
     assert sum(layer["kinds"]["compact"] for layer in saved["patterns"]) == 2
+    for kind, loss in (("freeze", 2.0), ("undo", 1.0), ("freeze", 3.0)):
+        append_event(tmp_path / "saved", kind, {"heads": run["frozen"], "loss_before": 1.0, "loss_after": loss})
+    assert [cost["loss_after"] for cost in saf_json("inspect", tmp_path / "saved")["costs"]] == [3.0]
 
 
 def test_a_damaged_file_is_named(saf, arms, tmp_path):
