@@ -17,10 +17,10 @@ from saf.records.files import read_json
 
 Settings = Mapping[str, Any]
 CONTEXTS = {"1k": 1_024, "4k": 4_096, "8k": 8_192, "16k": 16_384}
-ALL: tuple[str, ...] = ("paper", "small", "smoke")
-"""Scales that arms have settings of."""
-# Those of the paper (app:controlled-pretraining-details).
+BASES: tuple[str, ...] = ("paper", "small", "smoke")
+"""Scales that arms may have settings of their own for (`Scale.base`)."""
 RATES = (0.1, 0.25, 0.5, 0.75)
+"""Shares of heads that the paper freezes (app:controlled-pretraining-details)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ class Arm:
     """The arm whose checkpoint it continues from; None starts from initialisation."""
     at: float = 0.5
     """Share of the parent's updates after which it branches off; finetuning starts from the end."""
-    more: float = 0.0
+    extra_updates: float = 0.0
     """Updates beyond the parent's schedule (without a parent, the scale's), as a share of it."""
     match: str | None = None
     """The arm whose training time it gets from the parent's checkpoint on; None trains the scale's updates."""
@@ -52,8 +52,8 @@ class Arm:
     """The finetuned ordinary arm whose examples, epochs and settings it takes; None chooses its own."""
     varies: Literal["pretraining", "task", "both"] = "pretraining"
     """Which seed of a finetuned arm varies. The other one is the scale's first, so that the two are never pooled."""
-    elsewhere: str | None = None
-    """The arm that stands for it at scales other than the paper's, where the two would not differ."""
+    stand_in: str | None = None
+    """The arm that is run in its place at scales other than the paper's, where the two would not differ."""
 
     @property
     def needs(self) -> dict[str, str]:
@@ -98,12 +98,12 @@ CONTROLS = {"paper": {"sampler": "shuffled", "batch_size": 8, "accumulation": 15
 STRICT = {"paper": {"calibration_source": "calibration", "freeze": {"strict": True}}}
 """In its controls every one of the lowest-scoring heads must fit; none is replaced by the next."""
 PRUNE = {"freeze": {"operation": "prune"}}
-"""For an arm that prunes the heads of another one."""
+"""For an arm that prunes the heads of another one (`Arm.heads`)."""
 RANDOM = {"score": "random", "match": "variance"}
 """Random heads, as many in each layer as variance selects: chance then differs in the heads, not in their layers."""
 LAYERWISE = {scale: {"compile": "layers"} for scale in ("paper", "small")}
 LATER = {"peak_lr": 6e-5, "min_lr_ratio": 0.1, "warmup": 0}
-"""After a full run: from the rate that it ends with down to a tenth."""
+"""Training after a full run: from the learning rate that the run ends with down to a tenth of it."""
 LATER_REPORT = {"paper": {"report_tokens": 4_997_120}}
 LATER_SCALED = {"small": {"peak_lr": 1e-4}, **LATER_REPORT}  # small runs end with a tenth of 1e-3
 ONE_BILLION = {
@@ -135,19 +135,20 @@ for _entry in read_json(Path(__file__).resolve().parents[1] / "results" / "bench
         _speeds = {rate: _entry["speedups"].get(f"{percent(rate)}% {_kind}") for rate in RATES}
         SPEEDS[f"{_entry['length'] // 1024}k", _kind] = {rate: speed for rate, speed in _speeds.items() if speed}
 CHARGE_SECONDS = 28.3
-"""Of an event and the compilation after it, in seconds of the paper's 187.65 minutes."""
+"""Time that an arm at matched time is charged for an event and the compilation after it, of `PAPER_SECONDS`."""
 PAPER_SECONDS = 187.65 * 60
-"""What the paper's ordinary arm took at matched time (tab:equal-time-controls)."""
+"""Training time of the paper's ordinary arm at matched time (tab:equal-time-controls)."""
 
 
 def speed(ratio: float, source: str, charge: float = 0.0) -> Settings:
-    """Return settings that give a run `ratio` updates for each that its reference had left."""
+    """Return settings that give a run `ratio` updates for each that its reference had left; `source` is recorded."""
     return {"match_speed": ratio, "match_speed_source": source, "match_charge_seconds": charge}
 
 
 MORE_TOKENS = speed(1.06, "set for the exchange rate")
+"""6% more updates than the reference had left: they measure by how much 1% more tokens lowers perplexity."""
 SAME_SPEED: dict[str, Settings] = {name: speed(1.0, "ordinary: its reference's speed") for name in ("small", "smoke")}
-"""By scale, of ordinary attention at matched time."""
+"""Settings of ordinary attention at matched time, by scale."""
 
 
 def matched_time(k: str, kind: str, rate: float) -> dict[str, Settings]:
@@ -157,7 +158,7 @@ def matched_time(k: str, kind: str, rate: float) -> dict[str, Settings]:
     get as many updates as the measured speed buys.
     """
     # The paper's scale has no entry: without a speed a run gets seconds (`_matched_budget` in run.py).
-    card = "H200" if kind in ("freeze", "prune") else "H100"  # linear.json
+    card = "H200" if kind in ("freeze", "prune") else "H100"  # the speeds of linear.json
     small = speed(SPEEDS[k, kind][rate], f"124M on an {card}, measured in pairs", CHARGE_SECONDS)
     return {"small": small, "smoke": speed(1.25, "set for the smoke scale, not measured")}
 
@@ -174,7 +175,7 @@ def _contexts() -> Iterator[Arm]:
     """Yield the arms of the main question at each context: ordinary, frozen and pruned."""
     for k, context in CONTEXTS.items():
         yield Arm(name=f"{k}-ordinary", context=context)
-    yield Arm(name=control_trunk("4k"), scaled=CONTROLS, elsewhere="4k-ordinary")
+    yield Arm(name=control_trunk("4k"), scaled=CONTROLS, stand_in="4k-ordinary")
     for k in ("4k", "8k", "16k"):
         trunk = control_trunk(k)
         yield Arm(name=f"{k}-ordinary-time", parent=trunk, match=trunk, scaled=SAME_SPEED)
@@ -190,23 +191,23 @@ def _paired(k: str, rate: float) -> Iterator[Arm]:
     mean, pruned, trunk = f"{k}-mean-{percent(rate)}", f"{k}-pruned-{percent(rate)}", control_trunk(k)
     branch, control = partial(Arm, parent=f"{k}-ordinary"), partial(Arm, parent=trunk)
     timed = partial(Arm, parent=trunk, match=trunk)
-    at_speed, when_pruned = matched_time(k, "freeze", rate), matched_time(k, "prune", rate)
+    frozen_time, pruned_time = matched_time(k, "freeze", rate), matched_time(k, "prune", rate)
     yield branch(name=mean, settings=freeze(rate))
     # The heads of the frozen arm, so that the two differ in what is done to these heads alone.
     yield branch(name=pruned, settings=PRUNE, heads=mean)
-    yield control(name=f"{mean}-control", settings=freeze(rate), scaled=STRICT, elsewhere=mean)
-    yield control(name=f"{pruned}-control", settings=PRUNE, scaled=HELD_OUT, heads=f"{mean}-control", elsewhere=pruned)
-    yield timed(name=f"{mean}-time", settings=freeze(rate), scaled=merge(STRICT, at_speed))
-    yield timed(name=f"{pruned}-time", settings=PRUNE, scaled=merge(HELD_OUT, when_pruned), heads=f"{mean}-time")
+    yield control(name=f"{mean}-control", settings=freeze(rate), scaled=STRICT, stand_in=mean)
+    yield control(name=f"{pruned}-control", settings=PRUNE, scaled=HELD_OUT, heads=f"{mean}-control", stand_in=pruned)
+    yield timed(name=f"{mean}-time", settings=freeze(rate), scaled=merge(STRICT, frozen_time))
+    yield timed(name=f"{pruned}-time", settings=PRUNE, scaled=merge(HELD_OUT, pruned_time), heads=f"{mean}-time")
     # The paper has random heads at 4K and these rates alone.
     if k == "4k" and rate in (0.25, 0.5):
         random, settings = f"{k}-random-{percent(rate)}", freeze(rate, **RANDOM)
         yield control(name=random, settings=settings, scaled=HELD_OUT)
-        yield timed(name=f"{random}-time", settings=settings, scaled=merge(HELD_OUT, at_speed))
+        yield timed(name=f"{random}-time", settings=settings, scaled=merge(HELD_OUT, frozen_time))
 
 
 EXPONENTIAL: dict[str, Settings] = {
-    # The band, and whether each key keeps a logit of its own or alpha has its short form wherever cancellation allows.
+    # The band; None keeps a logit for each key, 1.0 takes the short form of alpha wherever cancellation allows it.
     "exponential-64": {"band": 64, "max_short_kl": None},
     "exponential-128": {"band": 128, "max_short_kl": None},
     "exponential-short": {"band": 128, "max_short_kl": 1.0},
@@ -223,7 +224,7 @@ def _exponential() -> Iterator[Arm]:
         yield Arm(name=name, parent="4k-ordinary", settings=settings, scaled={"smoke": smoke})
 
 
-def _answer() -> Iterator[Arm]:
+def _linear_time() -> Iterator[Arm]:
     """Yield heads frozen in linear time and their controls, at matched tokens and at matched time."""
     for k, rate in product(("4k", "16k"), (0.25, 0.5)):
         trunk, frozen = control_trunk(k), f"{k}-exponential-{percent(rate)}"
@@ -241,7 +242,7 @@ def _answer() -> Iterator[Arm]:
             yield replace(arm, parent=trunk)
             yield replace(arm, parent=trunk, name=f"{arm.name}-time", match=trunk, scaled=scaled)
     for k in ("4k", "16k"):
-        # The seconds that they take themselves.
+        # Charged the seconds that they take themselves, not those of the speeds above.
         timed, frozen = partial(Arm, parent=control_trunk(k), match=control_trunk(k)), f"{k}-exponential-50"
         yield timed(name=f"{k}-ordinary-clock")
         yield timed(name=f"{frozen}-clock", settings=freeze(0.5, storage="exponential"))
@@ -262,20 +263,20 @@ def _peak_rates() -> Iterator[Arm]:
         yield Arm(name=f"{name}-mean-25", parent=name, at=1.0, settings=freeze(0.25))
 
 
-def _moments() -> Iterator[Arm]:
-    """Yield a quarter of the heads frozen at other moments, with the mean pattern and with random ones."""
+def _freeze_times() -> Iterator[Arm]:
+    """Yield arms that freeze a quarter of the heads earlier or later, with the mean pattern and with random ones."""
     random = freeze(0.25, pattern="structured_random")
-    # At 1.0 no update follows: the cost at once of a trained model.
+    # At 1.0 no update follows: the immediate cost in a trained model.
     for at in (0.25, 0.4, 0.6, 0.75, 1.0):
         branch = partial(Arm, parent="4k-ordinary", at=at)
         yield branch(name=f"4k-mean-25-at-{percent(at)}", settings=freeze(0.25))
         yield branch(name=f"4k-structured-random-25-at-{percent(at)}", settings=random)
     early, trunk = "4k-mean-25-at-25", control_trunk("4k")
-    yield Arm(name=f"{early}-control", parent=trunk, at=0.25, settings=freeze(0.25), scaled=STRICT, elsewhere=early)
+    yield Arm(name=f"{early}-control", parent=trunk, at=0.25, settings=freeze(0.25), scaled=STRICT, stand_in=early)
 
 
 PATTERNS: dict[str, Settings] = {
-    # Sampled and sharp patterns are stored whole, as the paper's (app:controlled-pretraining-details).
+    # Sampled and sharp patterns are stored dense, as in the paper (app:controlled-pretraining-details).
     "sharp-mean": {"pattern": "sharp_mean", "storage": "dense"},
     "gaussian": {"pattern": "gaussian", "storage": "dense"},
     "dirichlet": {"pattern": "dirichlet", "storage": "dense", "pattern_options": {"scale": 16}},
@@ -284,7 +285,7 @@ PATTERNS: dict[str, Settings] = {
 
 
 def _patterns() -> Iterator[Arm]:
-    """Yield other patterns than the mean, whole storage, learned positions, trainable patterns."""
+    """Yield arms with other patterns than the mean, dense storage, learned positions, trainable patterns."""
     branch, learned = partial(Arm, parent="4k-ordinary"), "4k-learned-ordinary"
     for (pattern, settings), rate in product(PATTERNS.items(), RATES):
         yield branch(name=f"4k-{pattern}-{percent(rate)}", settings=freeze(rate, **settings))
@@ -348,12 +349,12 @@ def tracked_arm(k: str, score: str, rate: float) -> str:
 
 
 def _scores() -> Iterator[Arm]:
-    """Yield arms by other scores: they branch off a trunk that keeps the average which gradient scores read."""
+    """Yield arms by other scores; they branch off a trunk that tracks gradients."""
     for k, scores in SCORES.items():
         trunk = f"{k}-tracked-ordinary"
-        # A trunk of its own: the average of Q/K gradients is over all updates before the event.
+        # A trunk of its own: gradient scores read the average of Q/K gradients over all updates before the event.
         yield Arm(name=trunk, context=CONTEXTS[k], settings={"track_gradients": True})
-        # Where the paper has gradient scores, at 1K, its patterns are whole.
+        # At 1K, where the paper has gradient scores, its patterns are dense.
         stored, rates = ({"storage": "dense"}, (0.25,)) if k == "1k" else ({}, (0.25, 0.5))
         for rate in rates:
             yield Arm(name=tracked_arm(k, "variance", rate), parent=trunk, settings=freeze(rate, **stored))
@@ -366,7 +367,7 @@ HALF_OF_12 = {"paper": {"freeze": {"max_per_layer": 6}}}
 
 
 def _variants() -> Iterator[Arm]:
-    """Yield what else might lower the change of perplexity at the same rate."""
+    """Yield arms that might lower the change of perplexity at the same rate."""
     for rate in (0.25, 0.5):
         for arm in (
             Arm(name="rewarm", settings={**freeze(rate), "rewarm": 0.01}),
@@ -384,7 +385,7 @@ def _variants() -> Iterator[Arm]:
 
 
 def _bought() -> Iterator[Arm]:
-    """Yield variants with the extra updates that their speed gives: the earlier the event, the more they are."""
+    """Yield some of the variants with the extra updates that their speed buys, more after an earlier event."""
     frozen = {**speed(1.085, "124M on an H200, 4K"), **freeze(0.25, operation="freeze")}
     pruned = {**speed(1.127, "124M on an H200, 4K"), **prune(0.25)}
     for name, settings, at in (
@@ -411,7 +412,7 @@ LATER_ARMS: dict[str, Settings] = {
 def _later() -> Iterator[Arm]:
     """Yield half as many updates again on top of a full run, frozen or pruned before them."""
     # 2.4576B tokens and half as many again are the 3.6864B of tab:pruning-additional-training.
-    after = partial(Arm, parent=control_trunk("4k"), at=1.0, more=0.5)
+    after = partial(Arm, parent=control_trunk("4k"), at=1.0, extra_updates=0.5)
     for name, event in LATER_ARMS.items():
         arm = after(
             name=f"later-{name}",
@@ -423,11 +424,11 @@ def _later() -> Iterator[Arm]:
         speeds = matched_time("4k", kind, 0.25) if event else SAME_SPEED
         yield arm
         yield replace(arm, name=f"{arm.name}-time", match="later-ordinary", scaled=merge(arm.scaled, speeds))
-    more = {**LATER, **MORE_TOKENS}
-    yield after(name="later-ordinary-more", settings=more, scaled=LATER_SCALED, match="later-ordinary")
+    settings = {**LATER, **MORE_TOKENS}
+    yield after(name="later-ordinary-more", settings=settings, scaled=LATER_SCALED, match="later-ordinary")
     yield Arm(
         name="pruned-from-start",
-        more=0.5,
+        extra_updates=0.5,
         heads="later-mean-25",
         scaled=merge(CONTROLS, HELD_OUT, LATER_REPORT),
         settings={**PRUNE, "schedule": {"name": "one_time", "at": 0}},
@@ -435,11 +436,11 @@ def _later() -> Iterator[Arm]:
 
 
 def _one_billion() -> Iterator[Arm]:
-    """Yield the arms of 1B, which other scales have at their own size."""
+    """Yield the arms of 1B; other scales run those of 8K in their place."""
     branch = partial(Arm, parent="1b-ordinary")
-    yield Arm(name="1b-ordinary", context=8_192, scaled={"paper": ONE_BILLION}, elsewhere="8k-ordinary")
+    yield Arm(name="1b-ordinary", context=8_192, scaled={"paper": ONE_BILLION}, stand_in="8k-ordinary")
     for rate in (0.25, 0.5):
-        yield branch(name=f"1b-mean-{percent(rate)}", settings=freeze(rate), elsewhere=f"8k-mean-{percent(rate)}")
+        yield branch(name=f"1b-mean-{percent(rate)}", settings=freeze(rate), stand_in=f"8k-mean-{percent(rate)}")
     yield branch(name="1b-gate-taylor-25", settings=prune(0.25, score="gate_taylor"))
 
 
@@ -454,15 +455,15 @@ RECALL_SMOKE = {
 }  # fmt: skip
 TASK_SMOKE = {"batch_size": 4, "accumulation": 1, "epochs": 1, "most_examples": 64}
 RECOVERY = (0, 50, 200, 500)
-"""Updates after which a model whose heads were replaced is tested."""
+"""Updates after an event at which the model is tested."""
 
 
 def _tuned(
     group: str, parents: Mapping[str, str], task: str, own: Mapping[str, Settings] | None = None, **others: Any
 ) -> Iterator[Arm]:
-    """Yield a task's arms GROUP-MODEL on the parents of models; but for the first, each is like the ordinary one.
+    """Yield the arms GROUP-MODEL that finetune each model's parent on a task; `others` are further fields of each.
 
-    `own` has the settings of the ordinary arm by scale, `others` further fields of every arm.
+    The arm of the model "ordinary" has the settings `own`, by scale; the others take its examples, epochs and settings.
     """
     ordinary, smoke = f"{group}-ordinary", {"smoke": RECALL_SMOKE if task == "mqar" else TASK_SMOKE}
     for model, parent in parents.items():
@@ -471,13 +472,13 @@ def _tuned(
 
 
 def _recovered(group: str, parent: str, models: Mapping[str, Settings], **others: Any) -> Iterator[Arm]:
-    """Yield a model that has learnt recall, whose heads are replaced and which goes on with new examples."""
+    """Yield arms that freeze or prune heads of a model after it learnt recall, then train on with new examples."""
     for model, event in models.items():
         yield Arm(
             name=f"{group}-{model}",
             parent=parent,
             task="mqar",
-            # Other examples than those that recall was learnt on.
+            # Not the examples that recall was learnt on.
             reseed=1_000,
             heads=f"{group}-mean-25" if model == "pruned-25" else None,
             settings={"updates": RECOVERY[-1], "report_at": RECOVERY, **event},
@@ -487,7 +488,7 @@ def _recovered(group: str, parent: str, models: Mapping[str, Settings], **others
 
 
 def _recall() -> Iterator[Arm]:
-    """Yield associative recall: of later checkpoints, with either seed varying; of patterns; after replacement."""
+    """Yield associative recall, learnt by checkpoints of `_later` and of `_patterns`, or before heads change."""
     later = {name: f"later-{name}-time" for name in LATER_ARMS}
     yield from _tuned("recall-later", later, "mqar")
     # Seeds of pretraining and of the task vary apart, since their spreads are never pooled.
@@ -509,18 +510,18 @@ DOWNSTREAM: dict[str, tuple[str, Mapping[str, Settings]]] = {
     "sst2": ("4k", {"paper": {"batch_size": 256}, **SMALL_TASKS["sst2"]}),
     "boolq": ("4k", {"paper": {"batch_size": 64}, **SMALL_TASKS["boolq"]}),
     # QuALITY's articles have some 6,200 tokens: they fit the models of 16K.
-    "quality": ("16k", dict.fromkeys(ALL, _QUALITY_16K)),
+    "quality": ("16k", dict.fromkeys(BASES, _QUALITY_16K)),
 }
 DURING = {
     "one-time": {"name": "one_time", "at": 0.5},
     "train-loss": {"name": "train_loss"},
     "after": {"name": "one_time", "at": 1.0},
 }
-"""Schedules of replacement while a model is finetuned, by the ending of their arms."""
+"""Schedules of freezing while a model is finetuned, by the ending of their arms."""
 ONE_BILLION_TASKS: dict[str, Mapping[str, Settings]] = {
     "sst2": {"paper": {"batch_size": 128}, **SMALL_TASKS["sst2"]},
     "boolq": {"paper": {"batch_size": 32}, **SMALL_TASKS["boolq"]},
-    "quality": dict.fromkeys(ALL, _QUALITY),
+    "quality": dict.fromkeys(BASES, _QUALITY),
 }
 
 
@@ -535,7 +536,7 @@ def _downstream() -> Iterator[Arm]:
 
 
 def _during() -> Iterator[Arm]:
-    """Yield a quarter of the heads frozen while an ordinary checkpoint is finetuned."""
+    """Yield arms that freeze a quarter of the heads while an ordinary checkpoint is finetuned."""
     smoke = {"smoke": {"calibration_sequences": 4}}
     for task, own in SMALL_TASKS.items():
         yield from _tuned(f"during-{task}", {"ordinary": "4k-ordinary"}, task, own, varies="task")
@@ -545,7 +546,7 @@ def _during() -> Iterator[Arm]:
 
 
 def _pruning_downstream() -> Iterator[Arm]:
-    """Yield finetuned checkpoints of matched time and of later intervention, with either seed varying."""
+    """Yield finetuned checkpoints of arms at matched time and of `_later`, with either seed varying."""
     midpoint = {model: f"4k-{model}-time" for model in ("ordinary", "mean-25", "mean-50", "pruned-25", "pruned-50")}
     tokens = {name: f"later-{name}" for name in LATER_ARMS} | {"from-start": "pruned-from-start"}
     time = {name: f"later-{name}-time" for name in LATER_ARMS}
@@ -568,10 +569,10 @@ STAGE_TASKS: dict[str, Settings] = {
 
 
 def _stages() -> Iterator[Arm]:
-    """Yield whole chains, a seed each: pretraining, tasks, and replacement after recall was learnt."""
+    """Yield chains in which one seed sets all stages: pretraining, tasks, and events after recall was learnt."""
     parents = {model: f"4k-{model}" for model in STAGE_MODELS}
     for task, settings in STAGE_TASKS.items():
-        yield from _tuned(f"stages-{task}", parents, task, dict.fromkeys(ALL, settings), varies="both")
+        yield from _tuned(f"stages-{task}", parents, task, dict.fromkeys(BASES, settings), varies="both")
     yield from _recovered("stages-recovery", "stages-mqar-ordinary", STAGE_MODELS, varies="both")
 
 
@@ -582,7 +583,7 @@ OWN_ARMS: list[Arm] = []
 @cache
 def arms() -> dict[str, Arm]:
     """Return all arms by name; raise InputError where two have one name."""
-    pretrained = (_contexts, _exponential, _answer, _peak_rates, _moments, _patterns, _schedules, _scores)
+    pretrained = (_contexts, _exponential, _linear_time, _peak_rates, _freeze_times, _patterns, _schedules, _scores)
     further = (_variants, _bought, _later, _one_billion)
     finetuned = (_recall, _downstream, _during, _pruning_downstream, _stages)
     by_name: dict[str, Arm] = {}
@@ -593,8 +594,8 @@ def arms() -> dict[str, Arm]:
 
 
 def arm_at(name: str, scale: str) -> Arm:
-    """Return an arm, or the one that stands for it at a scale; raise InputError for a name that none has."""
+    """Return an arm, or its stand-in at a scale; raise InputError for a name that none has."""
     if name not in arms():
         raise InputError(f"there is no arm {name!r}{did_you_mean(name, arms())}")
     arm = arms()[name]
-    return arm if scale == "paper" or arm.elsewhere is None else arm_at(arm.elsewhere, scale)
+    return arm if scale == "paper" or arm.stand_in is None else arm_at(arm.stand_in, scale)

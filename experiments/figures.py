@@ -55,14 +55,14 @@ def recipe_figure(figure: Figure, table: RecipeTable) -> str | None:
 
 def _drawn(figure: Figure, panels: Mapping[str, Mapping[str, pd.DataFrame]]) -> Canvas:
     canvas = Canvas(figsize=(8, 3.4), layout="constrained")
-    axes = canvas.subplots(1, len(panels), squeeze=False, sharey=figure.alike)[0]
+    axes = canvas.subplots(1, len(panels), squeeze=False, sharey=figure.share_y)[0]
     for axis, (title, lines) in zip(axes, panels.items(), strict=True):
         for number, (name, points) in enumerate(lines.items()):
-            # Points that no line joins are drawn side by side, or their intervals would hide each other.
-            offset = 0.0 if figure.joined else 0.14 * (number - (len(lines) - 1) / 2)
-            _draw_line(axis, points, name, f"C{number}", offset, joined=figure.joined)
+            # Points that no line connects are drawn side by side, or their intervals would hide each other.
+            offset = 0.0 if figure.continuous else 0.14 * (number - (len(lines) - 1) / 2)
+            _draw_line(axis, points, name, f"C{number}", offset, connected=figure.continuous)
         ticks = list(next(iter(lines.values())).index)
-        axis.set(title=title, xlabel=figure.across, xlim=(-0.5, len(ticks) - 0.5))
+        axis.set(title=title, xlabel=figure.xlabel, xlim=(-0.5, len(ticks) - 0.5))
         axis.set_xticks(range(len(ticks)), ticks)
         axis.grid(alpha=0.3)
     canvas.suptitle(figure.title)
@@ -71,13 +71,13 @@ def _drawn(figure: Figure, panels: Mapping[str, Mapping[str, pd.DataFrame]]) -> 
     return canvas
 
 
-def _draw_line(axis: Axes, points: pd.DataFrame, name: str, colour: str, offset: float, *, joined: bool) -> None:
+def _draw_line(axis: Axes, points: pd.DataFrame, name: str, colour: str, offset: float, *, connected: bool) -> None:
     """Draw one line of a panel, `offset` to the right of its ticks, and the paper's numbers as rings."""
     points = points.assign(x=[place + offset for place in range(len(points))])
     known: Any = points[points["mean"].notna()]
     error = known["standard_error"].fillna(0)
     bars = [(known["mean"] - known["low"]).fillna(error), (known["high"] - known["mean"]).fillna(error)]
-    style = {"fmt": "o-" if joined else "o", "markersize": 4, "color": colour, "label": name}
+    style = {"fmt": "o-" if connected else "o", "markersize": 4, "color": colour, "label": name}
     if len(known):
         axis.errorbar(known["x"], known["mean"], yerr=bars, **style)  # pyright: ignore[reportArgumentType]
         numbers = points["paper"].str.replace("\u2212", "-").str.extract(r"^([+-]?[\d,]*\.?\d+)")[0]

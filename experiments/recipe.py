@@ -20,7 +20,7 @@ from saf.errors import InputError, did_you_mean
 COLUMNS = ("arm", "label", "reference", "against")
 """Columns of a table of rows, beside those of companions and metrics."""
 FLAGS = ("first_seed", "retired")
-"""Columns of yes or no, where a cell with any text is a yes."""
+"""Columns of flags: any text in a cell sets the flag."""
 COMPANIONS = ("tokens", "measured_time", "more_tokens")
 """Further arms of a row: its own at matched tokens and at measured time, and an ordinary one with more tokens."""
 
@@ -33,21 +33,21 @@ class Row:
     """NAME, or NAME@0 for the first report of its run before the end."""
     label: str
     reference: str | None = None
-    """The arm that its change is from, as ordinary attention."""
+    """The arm that its change of perplexity is measured from, mostly the ordinary one."""
     against: str | None = None
-    """The arm that its difference is from: of a pruned arm, for example, the frozen one."""
+    """The arm whose change is subtracted from its own: for a pruned arm, for example, the frozen one."""
     companions: Mapping[str, str] = field(default_factory=dict)
     """Arms by their names in `COMPANIONS`."""
     first_seed: bool = False
     """Whether it shows the first seed alone."""
     retired: bool = False
-    """Whether its arm is run no more: the row shows committed records."""
+    """Whether its arm is no longer trained: the row shows committed records."""
     paper: Mapping[str, str] = field(default_factory=dict)
     """The paper's numbers by metric."""
 
 
 def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
-    """Return the rows of a table as text, a line each below a head; "|" parts cells, and empty ones are left out.
+    """Parse the rows of a table: a header, then a line a row; "|" separates cells, and empty cells are left out.
 
     Columns are those of `COLUMNS`, `FLAGS` and `COMPANIONS`, and metrics, whose cells are the paper's numbers. `more`
     are further columns of the same rows; `shared` are cells of every row.
@@ -58,7 +58,7 @@ def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
         own = {name: cells.pop(name) for name in COLUMNS if name in cells}
         own |= {name: bool(cells.pop(name)) for name in FLAGS if name in cells}
         companions = {name: cells.pop(name) for name in COMPANIONS if name in cells}
-        table.append(Row(**own, companions=companions, paper=cells))
+        table.append(Row(**own, companions=companions, paper=cells))  # the cells that are left are of metrics
     return tuple(table)
 
 
@@ -69,7 +69,7 @@ Curves = Mapping[str, Mapping[str, tuple[str, str]]]
 def curves(ticks: Mapping[str, str], text: str) -> Curves:
     """Return the lines of a panel from a table of `line`, `arm` and `metric`.
 
-    In names of arms and metrics "{tick}" stands for what belongs to each tick: `ticks` has it by the tick's label.
+    `ticks` maps the label of each tick to the text that replaces "{tick}" in names of arms and metrics.
     """
     panel = {}
     for each in lines(text):
@@ -85,13 +85,13 @@ class Figure:
 
     name: str
     title: str
-    across: str
+    xlabel: str
     panels: Mapping[str, Curves]
     """By title."""
-    alike: bool = True
+    share_y: bool = True
     """Whether all panels have one vertical axis."""
-    joined: bool = True
-    """Whether ticks are steps of one quantity, which a line joins."""
+    continuous: bool = True
+    """Whether ticks are steps of one quantity, so that a line connects the points."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,7 @@ class Recipe:
     also: tuple[str, ...] = ()
     """Labels of further tables, figures and sections of the paper that its numbers are from."""
     quoted: tuple[str, ...] = ()
-    """Those of its labels that it quotes numbers from, and that other recipes repeat."""
+    """Its labels that it only quotes numbers from, while other recipes repeat them."""
     notes: tuple[str, ...] = ()
     seeds: int | None = None
     """Number of seeds to run, from the first of the scale's on; None runs them all."""
@@ -126,7 +126,7 @@ class Recipe:
 
     @property
     def repeats(self) -> tuple[str, ...]:
-        """The labels of what it repeats: a command that names one of them runs the recipe."""
+        """The labels that it repeats: a command that names one of them runs the recipe."""
         return tuple(label for label in self.labels if label not in self.quoted)
 
     @property
@@ -150,7 +150,7 @@ class Recipe:
 
 @cache
 def all_recipes() -> dict[str, Recipe]:
-    """Return all recipes by name; raise InputError for one that names an arm that there is not."""
+    """Return all recipes by name; raise InputError for one that names an unknown arm."""
     by_name: dict[str, Recipe] = {}
     # Every module of the folder, so that a recipe of your own needs no entry elsewhere.
     for module in pkgutil.iter_modules(recipes.__path__):
@@ -167,11 +167,12 @@ def recipe_names() -> list[str]:
 
 
 def recipes_for(word: str) -> list[str]:
-    """Return the names of the recipes for a word: a name, a label of the paper, or a number as in table-8.
+    """Return the names of the recipes that repeat a label of the paper or a number such as table-8.
 
-    Of several, those that repeat a table of the paper come before questions of ours.
+    Those with a table of the paper as their `source` come before questions of ours. Another word is returned as it is:
+    it names a recipe.
     """
-    plain = word.lower().replace(" ", "-")  # "Table 8", as the paper has it
+    plain = word.lower().replace(" ", "-")  # the paper's "Table 8" is table-8
     labels = {label for label, number in NUMBERED.items() if plain in (label, number.lower().replace(" ", "-"))}
     if not labels:
         return [word]
@@ -182,7 +183,7 @@ def recipes_for(word: str) -> list[str]:
 
 
 def recipe(name: str) -> Recipe:
-    """Return a recipe; raise InputError for a name that there is not."""
+    """Return a recipe; raise InputError for an unknown name."""
     if name not in all_recipes():
         numbers = [number.lower().replace(" ", "-") for number in NUMBERED.values()]
         hint = did_you_mean(name, [*recipe_names(), *numbers]) or "; `python -m experiments` lists them"

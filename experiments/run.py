@@ -71,10 +71,10 @@ class Run:
         own = merge(self.arm.settings, self.arm.scaled.get(self.scale.base, {}))
         if self.arm.parent is None:
             own = merge(self.scale.settings_at(self.arm.context), own)
-            own["updates"] += round(self.arm.more * own["updates"])
-        elif self.arm.more:
+            own["updates"] += round(self.arm.extra_updates * own["updates"])
+        elif self.arm.extra_updates:
             before = self.needs["parent"].updates
-            own = {"updates": before + round(self.arm.more * before), "lr_start": self.step, **own}
+            own = {"updates": before + round(self.arm.extra_updates * before), "lr_start": self.step, **own}
         # Events that fit patterns, by a fitter that the arm leaves open, take the scale's.
         event = own.get("freeze", {"operation": "prune"})
         is_open = event.get("operation") != "prune" and "fitter_options" not in event

@@ -206,10 +206,10 @@ class RecipeTable:
         self._draws: dict[tuple[int, int, int], dict[str, np.ndarray]] = {}
 
     def _arm_that_ran(self, arm: str | None) -> str:
-        """Return an arm, or where that was not run the one that stands for it (`Arm.elsewhere`)."""
+        """Return an arm, or where that was not run its stand-in."""
         name, at, place = (arm or "").partition("@")
-        while name not in self._arms and name in arms() and arms()[name].elsewhere:
-            name = str(arms()[name].elsewhere)
+        while name not in self._arms and name in arms() and arms()[name].stand_in:
+            name = str(arms()[name].stand_in)
         return f"{name}{at}{place}"
 
     @cached_property

@@ -1,7 +1,7 @@
 """Costs of freezing heads before any further training, and what predicts them (paper, appendix A.3).
 
-`one-head` freezes each head alone, `partial-spearman` correlates its record beyond layer and entropy, and `joint-cost`
-freezes two sets of heads as a whole.
+`one-head` freezes each head alone, `partial-spearman` correlates its costs with scores beyond layer and entropy, and
+`joint-cost` freezes two sets of heads, each as a whole.
 """
 
 from collections.abc import Mapping, Sequence
@@ -80,8 +80,8 @@ class OneHead(ModelAnalysis):
         change, eligible = by_window.mean(-1), HeadSet(head for head in fits if fit_kl[head] <= self.max_fit_kl)
         costs = {"nll_change": change, "nll_change_by_window": by_window, "fit_kl": fit_kl}
         quality = {name: score_quality(values, change, eligible, self.rates) for name, values in scores.items()}
-        head = {"windows": self.windows, "baseline": float(meter.baseline.mean()), **costs}
-        return opened.record({**head, "eligible": eligible.to_list(), "scores": scores, "quality": quality})
+        measured = {"windows": self.windows, "baseline": float(meter.baseline.mean()), **costs}
+        return opened.record({**measured, "eligible": eligible.to_list(), "scores": scores, "quality": quality})
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
@@ -90,15 +90,15 @@ class OneHead(ModelAnalysis):
         columns = ["score", "Spearman", "paper"]
         for rate in rates:
             columns += [f"mean cost, lowest {percent(rate)}", f"paper, {percent(rate)}"]
-        known = {name: each["spearman"] for name, each in quality.items()}
+        by_score = {name: each["spearman"] for name, each in quality.items()}
         rows = []
-        # Scores without a correlation, constant ones, come last.
-        for name in sorted(known, key=lambda name: -2 if known[name] is None else known[name], reverse=True):
-            rank, *quoted = paper.SELECTOR_DIAGNOSTIC.get(name, (MISSING,) * 3)
-            papers = dict(zip(("0.25", "0.5"), quoted, strict=True))
-            row = [name.replace("_", " "), correlation(known[name]), rank]
+        # Constant scores, which have no correlation, come last.
+        for name in sorted(by_score, key=lambda name: -2 if by_score[name] is None else by_score[name], reverse=True):
+            paper_spearman, *paper_costs = paper.SELECTOR_DIAGNOSTIC.get(name, (MISSING,) * 3)
+            paper_cost = dict(zip(("0.25", "0.5"), paper_costs, strict=True))
+            row = [name.replace("_", " "), correlation(by_score[name]), paper_spearman]
             for rate in rates:
-                row += [signed(quality[name]["mean_cost"][rate], 4), papers.get(rate)]
+                row += [signed(quality[name]["mean_cost"][rate], 4), paper_cost.get(rate)]
             rows.append(row)
         measured = int(matrix(record["nll_change"]).isfinite().sum())
         conditions = (
@@ -144,9 +144,9 @@ def one_head_costs(
 
 
 def score_quality(values: Tensor, change: Tensor, eligible: HeadSet, rates: Sequence[float]) -> dict[str, Any]:
-    """Return a score's rank correlation with the cost, and the mean cost (%) of its lowest heads by rate.
+    """Return a score's rank correlation with the cost, and by rate the mean cost (%) of the heads that it ranks lowest.
 
-    Only eligible heads count; a rate of more heads than there are takes all.
+    Only eligible heads count. A rate is a share of all heads; where fewer are eligible, it takes them all.
     """
     change = change.masked_fill(~mask_of(eligible, change.shape), torch.nan)
     # A head's cost is the relative increase of perplexity (tab:selector-diagnostic).
@@ -186,9 +186,9 @@ class PartialSpearman(Analysis):
         if self.profiles is not None:
             profiles = read_record(self.profiles, "profiles")
             entropy, files["profiles"] = matrix(profiles["profiles"]["entropy"]), self.profiles
-            one, other = (record["provenance"]["checkpoints"].get("model") for record in (costs, profiles))
-            if (one and other and one != other) or entropy.shape != change.shape:
-                raise InputError(f"the two files must be about one model, got checkpoints {one} and {other}")
+            first, second = (record["provenance"]["checkpoints"].get("model") for record in (costs, profiles))
+            if (first and second and first != second) or entropy.shape != change.shape:
+                raise InputError(f"the two files must be about one model, got checkpoints {first} and {second}")
         correlations: dict[str, dict[str, float]] = {}
         for name, rows in costs["scores"].items():
             values = matrix(rows)
@@ -198,8 +198,8 @@ class PartialSpearman(Analysis):
                 each["with_entropy"] = spearman(values, entropy.masked_fill(~allowed, torch.nan))
             correlations[name] = each
         origin = {name: costs["provenance"][name] for name in ("checkpoints", "data")}
-        head = self.header(**origin, files=files)
-        return {**head, "heads": int(allowed.sum()), "correlations": correlations}
+        header = self.header(**origin, files=files)
+        return {**header, "heads": int(allowed.sum()), "correlations": correlations}
 
     @staticmethod
     def tables(record: Record) -> list[Part]:

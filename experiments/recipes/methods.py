@@ -224,8 +224,8 @@ RECIPES["rates_and_patterns"] = Recipe(
         Figure(
             name="rates",
             title="Change of perplexity by rate and pattern, %",
-            across="heads frozen",
-            alike=False,
+            xlabel="heads frozen",
+            share_y=False,
             panels={
                 "to 50%": curves({f"{rate}%": rate for rate in _RATES[:3]}, _BY_PATTERN),
                 "all rates": curves({f"{rate}%": rate for rate in _RATES}, _BY_PATTERN),

@@ -310,7 +310,7 @@ RECIPES["matched_time"] = Recipe(
         Figure(
             name="contexts",
             title="Change of perplexity at matched time, %",
-            across="tokens of context",
+            xlabel="tokens of context",
             panels={
                 "25% of heads": curves(
                     _CONTEXTS,
@@ -412,7 +412,7 @@ RECIPES["answer"] = Recipe(
         Figure(
             name="arms",
             title="Change of perplexity from ordinary attention, %, with 95% intervals",
-            across="matched",
+            xlabel="matched",
             panels={
                 "16K of context, 50% of heads": curves(
                     _ENDS,
@@ -451,7 +451,7 @@ RECIPES["answer"] = Recipe(
                     """,
                 ),
             },
-            joined=False,
+            continuous=False,
         ),
     ),
     smoke=split_words("16k-exponential-50-time 16k-exponential-50-pruned-time 16k-gate-taylor-50 16k-ordinary-more"),

@@ -259,7 +259,7 @@ def _recall_figure(learnt: str, replaced: str) -> Figure:
     return Figure(
         name="recall",
         title="Recall in 512 tokens, %, of models that learnt 8 pairs",
-        across="pairs",
+        xlabel="pairs",
         panels={
             "learnt with these heads": curves(ticks, learnt),
             "heads replaced after learning, untrained": curves(ticks, replaced),
@@ -432,8 +432,8 @@ RECIPES["stages"] = Recipe(
         Figure(
             name="accuracy",
             title="Accuracy on tasks: points from ordinary attention",
-            across="",
-            joined=False,
+            xlabel="",
+            continuous=False,
             panels={"": curves({title: task for task, title in TITLES.items()}, _STAGE_POINTS)},
         ),
         _recall_figure(
