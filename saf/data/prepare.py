@@ -29,19 +29,21 @@ from saf.records.files import file_hash, locked, new_folder, restore_replaced_
 
 # Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096.
 _HELDOUT_FRACTION = 0.05
-# What is tokenised at once: little, because tokenising takes some 150 times a text's size in memory. That also limits a
-# document: a longer one is cut.
-_BATCH_BYTES, _LONGEST_DOCUMENT, _BLOCK = 2**21, 2**23, 2**20
-# Longest piece of a document in the tokenizer's sample, and how many times the sample's size is read to draw it from.
+# Bytes that are tokenised at once, and characters at which a document is cut: tokenising takes some 150 times a text's
+# size in memory.
+_BATCH_BYTES, _LONGEST_DOCUMENT = 2**21, 2**23
+_BLOCK = 2**20  # bytes that files buffer, and tokens that are counted at once
+# Characters of the longest piece in the tokenizer's sample; how many times the sample's size is read to draw it from.
 _SAMPLE_PIECE, _LOOK_AHEAD = 2**16, 16
-# The longest document that is held out, as a share of held-out text, and the same where that leaves too little; the
-# share of the requested tokens that is enough. Round numbers, not measured.
-_LONGEST_HELD_OUT, _ENOUGH_HELD_OUT = (1 / 8, 1 / 3), 0.9
-# Where this many documents are expected below the key limit, they hold enough text by chance. For log-normal lengths
-# with sigma 1.5 (books and notes) a pool of 100 held enough in 300 of 300 draws, one of 20 in 178; with sigma 2 one of
-# 200 in 295.
-_MANY_HELD_OUT = 200
-# Margin of the pool of few documents: it is measured in bytes, and tokens have more or fewer by document.
+# Length of the longest document that is held out, as a share of the text to hold out; the second share applies where
+# the first leaves too little. Round numbers, not measured.
+_LONGEST_HELD_OUT = (1 / 8, 1 / 3)
+# Share of the requested tokens that is enough, a round number too.
+_ENOUGH_HELD_OUT = 0.9
+# A pool of so many documents nearly always has enough text. For log-normal lengths with sigma 1.5 (books and notes) a
+# pool of 100 had enough in 300 of 300 draws, one of 20 in 178; with sigma 2 one of 200 in 295.
+_LARGE_POOL = 200
+# A smaller pool gets this many times the bytes that it should need: bytes a token differ between documents.
 _MARGIN = 1.25
 _DOCUMENT = np.dtype([("key", "<u8"), ("bytes", "<i8"), ("heldout", "?")])
 """A distinct document: its key in the seeded order, its size, and whether it is of a held-out source."""
@@ -164,13 +166,13 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
 
 def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfig, bar: Any) -> dict[str, Any]:
     """Write the files of a data folder and return its index."""
-    trained_on = None
-    # Now, although it is needed later: a wrong name should not be found after hours of reading.
+    # Loaded before the text is read: a wrong name should not be found after hours of reading.
     tokenizer = None if config.tokenizer == "bpe" else _load_tokenizer(config.tokenizer)
     bar.add_task("reading", total=None)
     corpus = Corpus(folder / "text.spool", groups, config)
     documents = corpus.documents
-    pool = _may_be_held_out(documents["key"], documents["bytes"], config.fraction)
+    pool = _heldout_pool(documents["key"], documents["bytes"], config.fraction)
+    trained_on = None
     if tokenizer is None:
         bar.add_task("training the tokenizer", total=None)
         sample = _sample(corpus, config, pool)
@@ -223,10 +225,10 @@ class Corpus:
         """Read the sources of each group once, so that they may be pipes; a repeated document is dropped."""
         self.file, self.skipped = file, Counter(repeated=0, also_held_out=0, empty=0)
         self.facts: dict[str, list[dict[str, Any]]] = {group: [] for group in groups}
-        """Documents and bytes of each source."""
+        """Name, documents and bytes of each source, by group."""
         self.training = array("q")
         """Numbers of the documents of training sources, in order; a repeated one has its number again."""
-        # Bytes, 17 a document: a corpus may have millions, and a tuple of numbers takes 130.
+        # 17 bytes a document, where a tuple of numbers takes 130: a corpus may have millions of documents.
         rows, seen = bytearray(), dict[bytes, int]()
         with open(file, "wb", buffering=_BLOCK) as spool:
             for group, sources in groups.items():
@@ -248,7 +250,7 @@ class Corpus:
     def _read(self, sources: Sequence[Source], config: PrepareConfig, facts: list[dict[str, Any]]) -> Iterator[bytes]:
         """Yield documents, cut where long, until `max_bytes` is reached; count those of each source."""
         longest = min(config.split_characters or _LONGEST_DOCUMENT, _LONGEST_DOCUMENT)
-        rest = limit = config.max_bytes or sys.maxsize
+        remaining = limit = config.max_bytes or sys.maxsize
         for source in sources:
             facts.append({"source": source.name, "documents": 0, "bytes": 0})
             for document in source.documents():
@@ -262,7 +264,7 @@ class Corpus:
                     facts[-1]["documents"] += 1
                     facts[-1]["bytes"] += len(data)
                     yield data
-                    if (rest := rest - len(data)) <= 0:
+                    if (remaining := remaining - len(data)) <= 0:
                         return
 
     def texts(self, numbers: Iterable[int]) -> Iterator[str]:
@@ -271,7 +273,7 @@ class Corpus:
 
 
 def _pieces(path: Path, sizes: np.ndarray, numbers: Iterable[int]) -> Iterator[bytes]:
-    """Yield pieces by their numbers from a file that has pieces of these sizes, in bytes, end to end."""
+    """Yield pieces by their numbers from a file in which pieces of these sizes, in bytes, lie end to end."""
     starts = np.cumsum(sizes) - sizes
     # Read rather than mapped: mapped pages of a file of gigabytes would count as memory.
     with open(path, "rb", buffering=0) as file:
@@ -368,19 +370,19 @@ def _assign(documents: np.ndarray, tokens: np.ndarray, pool: np.ndarray, config:
 
 
 def _key_limit(fraction: float | None) -> int:
-    """Return the key below which a document may be held out: twice the fraction of all keys."""
+    """Return the key below which a document is in the pool: twice `fraction` of all keys lie there."""
     return 0 if fraction is None else min(int(2 * fraction * 2**64), 2**64 - 1)
 
 
-def _may_be_held_out(keys: np.ndarray, sizes: np.ndarray, fraction: float | None) -> np.ndarray:
+def _heldout_pool(keys: np.ndarray, sizes: np.ndarray, fraction: float | None) -> np.ndarray:
     """Mask the pool of documents that `_hold_out` chooses from, by keys and bytes of text `[documents]`.
 
-    The pool is the documents with keys below `_key_limit`. Few documents may hold too little text; then the next keys
-    join until it suffices, but for too long documents.
+    The pool has the documents with keys below `_key_limit`. Few documents may have too little text: then documents join
+    in the order of their keys until there is enough, except those too long to be held out.
     """
-    # By bytes, since there are no tokens yet: the tokenizer learns from the documents outside the pool alone.
+    # Bytes stand for tokens, which do not exist yet: the tokenizer learns from the documents outside the pool alone.
     pool = keys < np.uint64(_key_limit(fraction))
-    if fraction is not None and 2 * fraction * len(keys) < _MANY_HELD_OUT:
+    if fraction is not None and 2 * fraction * len(keys) < _LARGE_POOL:
         target, order = fraction * sizes.sum(), np.argsort(keys, kind="stable")
         order = order[_MARGIN * sizes[order] <= _LONGEST_HELD_OUT[-1] * target]
         pool[order[: np.searchsorted(np.cumsum(sizes[order]), _MARGIN * target) + 1]] = True
@@ -436,8 +438,8 @@ def _load_tokenizer(name: str) -> Tokenizer:
 def _sample(corpus: Corpus, config: PrepareConfig, pool: np.ndarray) -> list[str]:
     """Draw pieces of training text, at most `tokenizer_bytes`, for the tokenizer to learn from.
 
-    Pieces of 65,536 characters are drawn by seeded content hash from the first `16 * tokenizer_bytes` bytes. None is of
-    a document that may be held out, in `pool`.
+    Pieces of up to 65,536 characters are drawn from the first `16 * tokenizer_bytes` bytes: those with the highest
+    seeded keys. None is of a document in `pool`, which may be held out.
     """
     heap, sampled, read = list[tuple[int, int, str, int]](), 0, 0
     limit = _key_limit(config.fraction)
@@ -445,14 +447,14 @@ def _sample(corpus: Corpus, config: PrepareConfig, pool: np.ndarray) -> list[str
         read += int(corpus.documents["bytes"][number])
         if corpus.documents["key"][number] < limit:
             continue
-        enough = read >= _LOOK_AHEAD * config.tokenizer_bytes
+        enough = read >= _LOOK_AHEAD * config.tokenizer_bytes  # this document is the last, by its first piece alone
         for piece in islice(split_text(text, _SAMPLE_PIECE), 1 if enough else None):
             data = piece.encode()
             heapq.heappush(heap, (_key(_digest(data), config.seed), len(data), piece, number))
             sampled += len(data)
-            while sampled > config.tokenizer_bytes and len(heap) > 1:
+            while sampled > config.tokenizer_bytes and len(heap) > 1:  # drop the lowest key
                 sampled -= heapq.heappop(heap)[1]
         if enough:
             break
-    # The pool of few documents has keys above the limit, too.
+    # A small pool has keys above the limit, too.
     return [piece for _, _, piece, number in sorted(heap) if not pool[number]]
