@@ -1,7 +1,7 @@
 """The state of an optimiser by heads: moments follow the rows of edited weights, and state of other heads is refused.
 
-Fused kernels do not check shapes, so that state of other rows would train wrong numbers silently. Logits of trainable
-patterns join an optimiser without weight decay, and leave it again.
+Fused optimisers do not check shapes: with the state of other rows they would train on wrong numbers silently. Logits of
+trainable patterns join an optimiser without weight decay, and leave it again.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -57,20 +57,20 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
 
 
 def _inner_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimiser that steps: accelerate's, itself an Optimizer, holds it."""
+    """Return the optimiser that steps: accelerate's wrapper, itself an Optimizer, holds it."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
 _START_AT_ZERO = frozenset(
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
 )
-"""State that is zero before a weight's first step in every optimiser of PyTorch (`sum` depends on a setting)."""
+"""State that is zero before a weight's first step in every optimiser of PyTorch (Adagrad's `sum`: by a setting)."""
 
 
-def check_returning(optimizer: Optimizer, parameter: Tensor, missing: Iterable[str]) -> None:
-    """Raise UnsupportedError where rows that return lack state, named by `missing`, that does not start at zero.
+def check_missing_state(optimizer: Optimizer, parameter: Tensor, missing: Iterable[str]) -> None:
+    """Raise UnsupportedError where the state `missing` of rows that return to a weight does not start at zero.
 
-    These rows left before the optimiser's first step.
+    Rows lack state if they left the weight before the optimiser's first step.
     """
     adagrad = {"sum"} if _group_of(optimizer, parameter).get("initial_accumulator_value") == 0 else set()
     if unknown := sorted(set(missing) - _START_AT_ZERO - adagrad):
@@ -80,8 +80,8 @@ def check_returning(optimizer: Optimizer, parameter: Tensor, missing: Iterable[s
         )
 
 
-def update_steps_(parameter: Tensor, optimizer: Optimizer) -> None:
-    """Set the step count of a weight without elements, which steps skip, to that of the others."""
+def copy_step_count_(parameter: Tensor, optimizer: Optimizer) -> None:
+    """Give a weight without elements, which optimiser steps skip, the step count of the other weights."""
     own = optimizer.state.get(parameter, {})
     steps = [state["step"] for other, state in optimizer.state.items() if other.numel() and "step" in state]
     if "step" in own and steps:
@@ -97,13 +97,13 @@ ORDER = "saf_head_order"
 A group's settings are part of every optimiser's state dict, so that saved state names its heads.
 """
 _orders = WeakTensorKeyDictionary()
-"""The heads that the rows of an edited parameter belong to, as text; None for the original order again."""
+"""The heads that the rows of an edited parameter belong to, as text; None once they are in the original order again."""
 _checked: WeakKeyDictionary[Optimizer, list[int | None]] = WeakKeyDictionary()
-"""Optimisers whose state is in order, with the digest of each group."""
+"""Optimisers that `check_order` found in order, with the digest of each group then."""
 
 
 def record_orders(rows: Mapping[Tensor, str | None], optimizer: Optimizer | None) -> None:
-    """Record the heads of parameters' rows, None for the original order; the moments of `optimizer` followed them."""
+    """Record the heads of parameters' rows, None for the original order; `optimizer` has its moments in this order."""
     for parameter, text in rows.items():
         if text is not None or parameter in _orders:
             _orders[parameter] = text
@@ -114,7 +114,7 @@ def record_orders(rows: Mapping[Tensor, str | None], optimizer: Optimizer | None
 
 def check_order(optimizer: Optimizer) -> None:
     """Raise InputError unless the optimiser's state is of the heads that its weights have now."""
-    # At every step but the first after an edit, or after loading, nothing more is compared.
+    # Most steps end here: only an edit or a loaded state since the last check changes this.
     if [group.get(ORDER) for group in optimizer.param_groups] == _checked.get(optimizer):
         return
     for group in optimizer.param_groups:
@@ -152,7 +152,8 @@ def mark_head_order(optimizer: Optimizer) -> None:
         if digests[-1] is not None:
             group[ORDER] = digests[-1]
         elif len(_orders) and not recorded and not optimizer.state:
-            # set_optimizer_state_dict steps a new optimiser, then takes only settings that it has. 0 lasts one step.
+            # set_optimizer_state_dict first steps a new optimiser, then loads only the settings that its groups have:
+            # 0 makes room for a saved digest, and the next step removes it.
             group[ORDER] = 0
     _checked[optimizer] = digests
 
@@ -162,12 +163,12 @@ def _digest(parameters: Sequence[Tensor]) -> int | None:
     edited = [(number, _orders[each]) for number, each in enumerate(parameters) if _orders.get(each) is not None]
     if not edited:
         return None
-    # 63 bits: an int64 holds them, in whatever format the state dict is saved.
+    # An int64 holds 63 bits in every format of state dicts.
     return int.from_bytes(sha256(repr(edited).encode()).digest()[:8], "big") >> 1
 
 
 def _before_first_step(state: Mapping[str, Any], parameter: Tensor) -> bool:
-    """Return whether state is that of before a first step, which Adagrad creates at once."""
+    """Return whether state, such as Adagrad's, was created before a first step."""
     return float(state.get("step", 1)) == 0 and not _has_other_rows(state, parameter)
 
 
@@ -183,7 +184,7 @@ _NOT_COPIED = ("params", "param_names", "weight_decay", ORDER)
 """Entries of a parameter group that are not copied to a group with the same settings."""
 
 
-def check_group(optimizer: Optimizer | None, weight: Tensor) -> None:
+def check_can_add_logits(optimizer: Optimizer | None, weight: Tensor) -> None:
     """Raise UnsupportedError where patterns cannot join the optimiser that trains a layer's `weight`."""
     if optimizer is None:
         return
@@ -200,7 +201,7 @@ def check_group(optimizer: Optimizer | None, weight: Tensor) -> None:
 def add_logits_(optimizer: Optimizer, logits: Sequence[nn.Parameter], weight: Tensor) -> None:
     """Let the optimiser of a layer's `weight` train logits of its patterns: same settings, no weight decay, no moments.
 
-    They join the group with these settings, so that learning-rate schedules reach them; else a new one.
+    They join the group that has these settings, so that learning-rate schedules reach them; without one, a new group.
     """
     if not logits:
         return
@@ -213,7 +214,7 @@ def add_logits_(optimizer: Optimizer, logits: Sequence[nn.Parameter], weight: Te
 
 
 def drop_logits_(optimizer: Optimizer, logits: Iterable[nn.Parameter]) -> None:
-    """Remove logits and their moments from the optimiser, and a group without others unless a scheduler has it."""
+    """Remove logits and their moments from the optimiser, and a group left empty unless a scheduler counts groups."""
     leaving = {id(parameter) for parameter in logits}
     for group in list(optimizer.param_groups):
         gone = [parameter for parameter in group["params"] if id(parameter) in leaving]
@@ -240,5 +241,5 @@ def _group_without_decay(optimizer: Optimizer, source: dict[str, Any]) -> dict[s
 
 
 def _scheduled(optimizer: Optimizer) -> bool:
-    """Return whether a scheduler of PyTorch belongs to the optimiser; it marks the step it watches."""
+    """Return whether a scheduler of PyTorch belongs to the optimiser: it marks the `step` that it wraps."""
     return hasattr(optimizer.step, "_wrapped_by_lr_sched")

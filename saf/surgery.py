@@ -25,14 +25,14 @@ from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, che
 from saf.ops import FrozenHeads
 from saf.optimizer_state import (
     add_logits_,
-    check_group,
+    check_can_add_logits,
+    check_missing_state,
     check_optimizer,
-    check_returning,
+    copy_step_count_,
     drop_logits_,
     moments,
     record_orders,
     unwrap_optimizer,
-    update_steps_,
 )
 from saf.patterns import Pattern, TrainablePattern, is_trainable, pattern_for_each_head
 
@@ -79,7 +79,7 @@ def install_(
     for (layer, head), pattern in zip(heads, by_head, strict=True):
         if trainable:
             weight = rows_of(sites[layer], "value").parameter
-            check_group(optimizer, weight)
+            check_can_add_logits(optimizer, weight)
             if not pattern.trainable:
                 dtype = torch.promote_types(weight.dtype, torch.float32)  # 16 bits would round small updates away
                 pattern = TrainablePattern.of(pattern, dtype=dtype, device=weight.device)
@@ -291,7 +291,7 @@ def plan_edit(
                 remedy = "undo before finalize_, or load a checkpoint that has them"
                 raise InputError(f"the {role} rows of head {head} are gone; {remedy}")
             if optimizer is not None:
-                check_returning(optimizer, parameter, moments(parameter, optimizer).keys() - saved.keys())
+                check_missing_state(optimizer, parameter, moments(parameter, optimizer).keys() - saved.keys())
     frozen = None
     if layout.frozen:
         frozen = FrozenHeads.from_patterns(
@@ -363,7 +363,7 @@ def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
             for key, tensor in tensors.items():
                 blocks[key][role, head] = rows.get(key, torch.zeros_like(rows["weight"])).to(tensor)
         if optimizer is not None and not parameter.numel():
-            update_steps_(parameter, optimizer)
+            copy_step_count_(parameter, optimizer)
         values = {}
         for key, tensor in tensors.items():
             empty = tensor.narrow(dimension, 0, 0)  # in case that no row is left: `cat` takes no empty list

@@ -10,7 +10,7 @@ import tyro
 
 from saf.checkpoint import refers_to_checkpoint
 from saf.cli.parsing import parse
-from saf.cli.pretrain import FIRST_OF_FREEZING, EarlyFlags, TrainFlags, changes_of
+from saf.cli.pretrain import HELP_FLAGS_OF_FREEZING, EarlyFlags, TrainFlags, changes_of
 from saf.data.reading import JSON_LINES, bare_suffix
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
@@ -65,7 +65,7 @@ FIRST = {
         "seed", "device", "freeze", "json",
     ),
     FinetuneSettings: ("test", "tokenizer"),
-    **FIRST_OF_FREEZING,
+    **HELP_FLAGS_OF_FREEZING,
 }  # fmt: skip
 """The settings that `--help` shows."""
 

@@ -23,15 +23,15 @@ from saf.tasks.mqar import recall_tables
 from saf.train import EXIT_STOPPED, TrainConfig, continue_from, open_checkpoint, pretrain
 from saf.train.config import recorded_config
 
-# tyro makes flags of an instance alone: with None as the default, there would be no `--freeze.*`.
+# tyro makes flags only where the default is an instance: with None there would be no `--freeze.*`.
 NOTHING_FROZEN = FreezeConfig(rate=0.0)
 """The default of `--freeze.*`, by which no head freezes."""
-FIRST_FLAGS = (
+HELP_FLAGS = (
     "data", "out", "parent", "resume", "model", "length", "batch_size", "accumulation", "updates", "peak_lr",
     "seed", "device", "freeze", "schedule", "json",
 )  # fmt: skip
-FIRST_OF_FREEZING = {FreezeConfig: ("rate", "score", "operation")}
-"""The settings that `--help` shows; `--help-all` shows every one."""
+HELP_FLAGS_OF_FREEZING = {FreezeConfig: ("rate", "score", "operation")}
+"""The flags that `--help` shows; `--help-all` shows every one."""
 
 
 @dataclass(kw_only=True)
@@ -49,7 +49,7 @@ class TrainFlags(TrainConfig):
     """Print the result as JSON instead of a table."""
 
     def __post_init__(self):
-        """Check nothing, unlike `TrainConfig`: tyro makes instances before all words are read."""
+        """Check nothing, unlike `TrainConfig`: tyro creates instances before it has parsed all flags."""
         self.config: TrainConfig = self  # replaced by `parse_words` with the checked settings
 
     @classmethod
@@ -59,7 +59,7 @@ class TrainFlags(TrainConfig):
         return cls(**values | groups)
 
     def train(self) -> dict[str, Any]:
-        """Train by `config`, and return the result, or where a signal stopped the run."""
+        """Train by `config` and return the result, which has `stopped_at` where a signal stopped the run."""
         raise NotImplementedError
 
     def run(self) -> dict[str, Any]:
@@ -117,19 +117,19 @@ def parse_words(words: Sequence[str]) -> Command:
     elif early.resume and not early.data:
         raise InputError(f"{early.out} holds no run to resume; check --out, or start a new run with --data")
     default = None if base is None else Command.of(base)
-    first = {Command: FIRST_FLAGS, **FIRST_OF_FREEZING}
+    first = {Command: HELP_FLAGS, **HELP_FLAGS_OF_FREEZING}
     flags = parse(Command, words, prog="saf pretrain", default=default, first=first)
     changes = changes_of(flags, default or TrainFlags(data="", out=""))
     if base is None:
-        # Of changes alone: `flags` has `NOTHING_FROZEN` where an ordinary arm has None.
+        # Only the changes: `flags` has `NOTHING_FROZEN` where the config of an ordinary arm has None.
         flags.config = TrainConfig(**{**changes, "data": flags.data, "out": flags.out})
         return flags
     if not early.resumed or (base.parent and early.parent and refers_to_checkpoint(early.parent, base.parent)):
-        changes.pop("parent", None)  # no change: the parent of `base`, as another path
+        changes.pop("parent", None)  # no change: it is the parent of `base`, perhaps by another path
     if early.resumed:
         flags.config = replace(base, **changes)
     else:
-        # Not `replace`: with --freeze.rate and no schedule, `continue_from` freezes right at the parent.
+        # Not `replace(base, ...)`: `continue_from` lets --freeze.rate without a schedule freeze right at the parent.
         flags.config = continue_from(early.checkpoint(), **{"out": flags.out, **changes})
     return flags
 
@@ -139,7 +139,7 @@ def parse_words(words: Sequence[str]) -> Command:
 
 @dataclass(kw_only=True)
 class EarlyFlags:
-    """Flags that are read before all others, because the parent or run that they name has the defaults."""
+    """Flags that are read before all others: the parent or the run that they name sets the defaults of the others."""
 
     out: Path | None = None
     data: Path | None = None
@@ -150,7 +150,7 @@ class EarlyFlags:
 
     @classmethod
     def of(cls, words: Sequence[str]) -> "EarlyFlags":
-        # All other words are left to the parser of the whole command, --help among them.
+        # The parser of the whole command reads the other words, --help among them.
         early, _ = tyro.cli(cls, args=words, add_help=False, return_unknown_args=True)
         return early
 
@@ -168,20 +168,19 @@ def changes_of(flags: TrainFlags, default: TrainFlags) -> dict[str, Any]:
     """Return the settings in which flags differ from their defaults; raise InputError for one without effect."""
     names = [each.name for each in fields(TrainConfig)]
     changes = {name: getattr(flags, name) for name in names if getattr(flags, name) != getattr(default, name)}
-    # A flag without effect is refused: a run of days would otherwise not be the one that was meant.
+    # A flag without effect is refused: otherwise a user would learn after days that the run ignored it.
     if "schedule" in changes and flags.freeze == NOTHING_FROZEN:
         raise InputError("--schedule has no effect without a number of heads: add --freeze.rate, or leave it out")
     text_only = [name for name in ("sampler", "calibration_source", "token_losses") if name in changes]
     if flags.task != TextTask.name and text_only:
         raise InputError(f"{' and '.join(text_only)} has an effect on text alone; leave it out")
     if "freeze" in changes:
-        changes["freeze"] = _without_default(flags.freeze)
+        changes["freeze"] = _freeze_or_none(flags.freeze)
     return changes
 
 
-def _without_default(freeze: FreezeConfig) -> FreezeConfig | None:
+def _freeze_or_none(freeze: FreezeConfig) -> FreezeConfig | None:
     """Return the settings of freezing, or None for `NOTHING_FROZEN`; raise InputError unless one sets the heads."""
-    # `rate` of `NOTHING_FROZEN` is 0, so a rate that is set shows; `FreezeConfig()` has 0.25.
     counts = [name for name in COUNT_SETTINGS if getattr(freeze, name) not in (None, 0.0)]
     if len(counts) > 1:
         raise InputError(f"give one of rate, count, heads and match_heads, got {' and '.join(counts)}")
@@ -195,7 +194,7 @@ def _without_default(freeze: FreezeConfig) -> FreezeConfig | None:
 
 
 def result_table(run: RecordedRun) -> Table:
-    """Return the columns of `arms_table` for one run, a row each, and further facts about it."""
+    """Return a table with a row for each column of `arms_table`, and further facts about the run."""
     result = run.finished_result()
     arms = arms_table([run], [run.arm], [])
     facts: dict[str, Any] = dict(zip(arms.columns[1:], arms.rows[0][1:], strict=True))
