@@ -1,8 +1,8 @@
 """The frozen heads of a model as plain data, in the files `saf.json` and `saf.safetensors` of checkpoints and folders.
 
-`description_of` returns these data, `write_description` and `read_description` are their files. `restore_` edits a
-model by them, before `load_weights_` loads the saved weights; a model that has its weights is compared with them. Where
-another library fills in the weights, `resize_` comes before and `restore_` afterwards. `storage_report` counts bytes.
+`description_of` returns these data, `write_description` and `read_description` write and read their files. `restore_`
+edits a model by them before `load_weights_` loads the saved weights. Where another library loads the weights, `resize_`
+comes before it and `restore_` afterwards. `storage_report` counts bytes.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ from saf.surgery import (
 
 STATE_FILE, TENSORS_FILE = "saf.json", "saf.safetensors"
 SCHEMA = "saf.heads/1"
-OPENS = "import saf.integrations.transformers"  # by it `from_pretrained` opens folders of models with frozen heads
+IMPORT_LINE = "import saf.integrations.transformers"  # lets `from_pretrained` open folders with frozen heads
 
 # --- the data and their files
 
@@ -44,7 +44,8 @@ def description_of(adapter: Adapter, *, checksums: bool = False) -> tuple[dict[s
 
     `trainable` lists the heads whose patterns are trained. Tensors are `layer.head.alpha`, `.rho` (or `.weights`), and
     the removed rows, `layer.head.removed.role.*`, by KV head for keys and values. For a model that another library
-    saves, `checksums` adds those of its attention weights (without removed rows, heads in slot order) and its settings.
+    saves, `checksums` adds the settings of its attention and the checksums of the weights as they are: without removed
+    rows, heads in slot order.
     """
     layers, tensors = [], {}
     for number, site in enumerate(adapter.sites()):
@@ -84,7 +85,7 @@ def check_savable(adapter: Adapter) -> None:
 
 def write_description(folder: Path, state: Mapping[str, Any], tensors: Mapping[str, Tensor], *others: Path) -> None:
     """Write `saf.safetensors`, then `saf.json` with its SHA-256 and those of `others`, files of the same folder."""
-    # The JSON last, as it has the sums of the others.
+    # The JSON last, as it has the checksums of the others.
     written = [write_tensors(folder / TENSORS_FILE, tensors), *others]
     write_json(folder / STATE_FILE, {**state, "sha256": {path.name: file_hash(path) for path in written}})
 
@@ -102,7 +103,7 @@ def read_description(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return state, read_tensors(folder / TENSORS_FILE, error=CheckpointError)
 
 
-# --- a model edited by them
+# --- restoring a model's heads
 
 
 @torch.inference_mode(False)
@@ -118,17 +119,17 @@ def restore_(
     """Give a model without frozen heads the layout and patterns of `description_of`, and the saved rows for undoing.
 
     Its weights are cut to the saved shapes, unless `resize_` did that: load the saved ones afterwards. With `compare`
-    the model has its weights: rows move as when heads are frozen, and a warning lists attention weights that differ
-    from the saved ones, by the saved rows and by the checksums of those that stay. Without `backend` each layer has the
-    one it was saved with, "auto" where that cannot run. Raises CheckpointError, with the model unchanged, for a state
-    of another shape of model, or without some pattern.
+    the model has its weights already: rows move as when heads are frozen. A warning then lists attention weights that
+    differ from the saved ones, by the removed rows and by the checksums of the rows that stay. Without `backend` each
+    layer has the one it was saved with, "auto" where that cannot run. Raises CheckpointError, with the model unchanged,
+    for a state of another shape of model, or without some pattern.
     """
-    edits = _planned(model, state, tensors, backend)
+    edits = _plan_edits(model, state, tensors, backend)
     saved = _saved_rows(edits, tensors)
     if compare:
         apply_edits_([*edits.values()], None)
-        sums = [layer.get("weights", {}) for layer in state["layers"]]
-        _warn_of_other_weights(adapter_for(model), saved, sums)
+        checksums = [layer.get("weights", {}) for layer in state["layers"]]
+        _warn_of_other_weights(adapter_for(model), saved, checksums)
     for number, edit in edits.items():
         if not compare:
             _cut_(edit.site, edit.layout)
@@ -159,7 +160,7 @@ def _cut_(site: Site, layout: HeadLayout) -> None:
 
 
 def load_weights_(model: nn.Module, weights: dict[str, Tensor], source: Path) -> None:
-    """Load the weights of `source` into a model that `restore_` has shaped; raise CheckpointError where they misfit."""
+    """Load the weights of `source` into a model that `restore_` has cut; raise CheckpointError if they do not fit."""
     try:
         model.load_state_dict(weights)
     except (RuntimeError, CheckpointError) as error:
@@ -184,7 +185,7 @@ def _layers(model: nn.Module, state: dict[str, Any]) -> list[tuple[int, Site, He
     return described
 
 
-def _planned(
+def _plan_edits(
     model: nn.Module, state: dict[str, Any], tensors: Mapping[str, Tensor], backend: str | None
 ) -> dict[int, LayerEdit]:
     """Return the edits of the layers with edited heads, by number, all checked."""
@@ -194,7 +195,7 @@ def _planned(
         if layout.ordinary:
             continue
         trained, name = layer.get("trainable", ()), backend or layer.get("backend") or "auto"
-        # A backend that the caller names must run, or `plan_edit` raises; the saved one may be of another machine.
+        # If the backend that the caller names cannot run, `plan_edit` raises. The saved one may be of another machine.
         if backend is None:
             device, dtypes = rows_of(site, "value").parameter.device, value_dtypes(site)
             try:
@@ -220,7 +221,7 @@ def read_pattern(tensors: Mapping[str, Tensor], head: Head, trainable: bool) -> 
 
 
 def _saved_rows(edits: Mapping[int, LayerEdit], tensors: Mapping[str, Tensor]) -> Mapping[int, Removed]:
-    """Return the saved rows for undoing, by layer; after `finalize_` none were saved.
+    """Return the saved rows for undoing, by layer; a model was saved without any after `finalize_`.
 
     Raises CheckpointError for rows of another shape than the model's.
     """
@@ -231,11 +232,11 @@ def _saved_rows(edits: Mapping[int, LayerEdit], tensors: Mapping[str, Tensor]) -
             continue
         role, name = names
         site = edits[int(number)].site
-        at = find_rows(site, role)
-        shape: list[int] = []  # of no rows: the model has no such projection, perhaps no biases
-        if at is not None:
-            shape = list(at.parameter.shape)
-            shape[at.dimension] = site.head_dim
+        own = find_rows(site, role)
+        shape: list[int] = []  # the model has no such rows, perhaps no biases
+        if own is not None:
+            shape = list(own.parameter.shape)
+            shape[own.dimension] = site.head_dim
         if name == "weight" and list(rows.shape) != shape:
             raise CheckpointError(
                 f"layer {number}: the frozen heads have {role} rows {list(rows.shape)}, the model {shape}"
@@ -245,9 +246,9 @@ def _saved_rows(edits: Mapping[int, LayerEdit], tensors: Mapping[str, Tensor]) -
 
 
 def _warn_of_other_weights(
-    adapter: Adapter, saved: Mapping[int, Removed], sums: list[Mapping[str, Mapping[str, str]]]
+    adapter: Adapter, saved: Mapping[int, Removed], checksums: list[Mapping[str, Mapping[str, str]]]
 ) -> None:
-    """Warn of projections, by layer, whose removed rows or whose checksums are not the saved ones."""
+    """Warn of projections, by layer, whose removed rows or checksums differ from the saved ones."""
     listed = []
     for number, site in enumerate(adapter.sites()):
         differing = set()
@@ -258,9 +259,9 @@ def _warn_of_other_weights(
                 narrower = min(own.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
                 if not torch.equal(own.to(narrower), other.to(narrower)):
                     differing.add(role_of(rows_of(site, role).name))
-        for role, recorded in sums[number].items():
+        for role, recorded in checksums[number].items():
             weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
-            # Sums are of the file's bits, which a narrower model no longer has.
+            # Checksums are of the saved dtype's bits, which a model in a narrower dtype no longer has.
             comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype
             if comparable and _checksum(weight.to(dtype)) != recorded["sha256"]:
                 differing.add(role_of(role))
@@ -278,7 +279,6 @@ def _warn_of_other_weights(
 
 
 def _checksum(weight: Tensor) -> str:
-    """Return the SHA-256 of a weight's bytes."""
     return hashlib.sha256(weight.detach().cpu().flatten().view(torch.uint8).numpy().data).hexdigest()
 
 
@@ -289,17 +289,17 @@ def _checksum(weight: Tensor) -> str:
 class StorageReport:
     """The bytes of one set of patterns in each form, in float32; printed in GB (1e9 bytes)."""
 
-    dense_by_layer: int  # a `[H, T, T]` buffer in every layer with a frozen head, as the paper's dense implementation
+    dense_by_layer: int  # a `[H, T, T]` buffer in each layer with a frozen head, as in the paper's dense implementation
     dense_packed: int  # the frozen heads' matrices alone
     compact: int  # key logits, distance logits and normalisers of the frozen heads
-    parameters: int | None = None  # saved tensors of a model's patterns: of exponential ones alpha, band and poles
+    parameters: int | None = None  # the patterns as they are saved: of exponential ones alpha, band and poles
     # Tables of a model's layers for every dtype of values, and trained logits. The patterns and the rows for undoing
     # are on the CPU and not counted.
     allocated: int | None = None
 
     @property
     def ratio(self) -> float:
-        """Packed dense over compact."""
+        """How many times the bytes of `compact` `dense_packed` has."""
         return self.dense_packed / self.compact if self.compact else 1.0
 
     def __str__(self) -> str:

@@ -11,7 +11,7 @@ from torch import nn
 from saf.checkpoint import find_checkpoint, open_checkpoint
 from saf.errors import CheckpointError, InputError, SafWarning
 from saf.frozen_state import (
-    OPENS,
+    IMPORT_LINE,
     STATE_FILE,
     check_savable,
     description_of,
@@ -112,7 +112,7 @@ def _empty_model(folder: Path, state: Mapping[str, Any]) -> GPT:
     if WEIGHTS not in state.get("sha256", {}):
         raise CheckpointError(
             f"{folder} holds frozen heads without weights; open their model, then saf.load(model, folder). For a "
-            f"folder of save_pretrained: {OPENS}, then from_pretrained(folder)"
+            f"folder of save_pretrained: {IMPORT_LINE}, then from_pretrained(folder)"
         )
     record = read_json(folder / CONFIG, error=CheckpointError)
     if (schema := record.get("schema")) != SCHEMA:

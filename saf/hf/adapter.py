@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from saf.errors import UnsupportedError
-from saf.frozen_state import OPENS, SCHEMA
+from saf.frozen_state import IMPORT_LINE, SCHEMA
 from saf.heads import BIAS, HeadLayout
 from saf.hf.attention import (
     NAME,
@@ -142,7 +142,7 @@ class TransformersAdapter(Adapter):
             for state in states:
                 state.original_function = original or self.model.config._attn_implementation
             self.use_saf_attention()
-            entry = config_entry(self.model.config) or {"schema": SCHEMA, "open_with": OPENS, "events": []}
+            entry = config_entry(self.model.config) or {"schema": SCHEMA, "open_with": IMPORT_LINE, "events": []}
             lengths = [heads.max_length for heads in self.model.modules() if isinstance(heads, FrozenHeads)]
             entry["max_length"] = min(lengths, default=None)
             self.model.config.saf = entry

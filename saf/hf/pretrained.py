@@ -1,8 +1,8 @@
 """`patch_pretrained` lets transformers save, open and upload models with frozen heads, and generate within their limit.
 
 A saved folder has the weights, `saf.json` and `saf.safetensors`, and a section about the heads in its README.
-transformers builds an empty model from the configuration and then loads weights into it. As frozen heads have no query
-and key rows, the empty model's projections are resized in between, and its heads are restored after loading.
+transformers builds an empty model from the configuration, then loads weights into it. Frozen heads have no query and
+key rows, so the empty model's projections are resized before the weights are loaded, and its heads restored afterwards.
 """
 
 import copy
@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.freeze_report import healing_words, worst_layer_words
 from saf.frozen_state import (
-    OPENS,
+    IMPORT_LINE,
     STATE_FILE,
     TENSORS_FILE,
     check_savable,
@@ -60,7 +60,7 @@ def patch_pretrained() -> None:
 
 
 def wrap_method(owner: Any, function: Callable[..., Any]) -> None:
-    """Replace the method of `owner` that has the name of `function`; that is called with the original method first."""
+    """Replace the method of `owner` named like `function`, which gets the original method as its first argument."""
     method = getattr_static(owner, function.__name__)
     original = getattr(method, "__func__", method)  # `__func__` of a classmethod
 
@@ -79,7 +79,7 @@ def save_pretrained(
 ) -> Any:
     """Save a model as transformers does, with the files about its edited heads."""
     folder, adapter = Path(save_directory), _edited_adapter(model)
-    if adapter is not None and is_main_process and not folder.is_file():  # the original method reports a file
+    if adapter is not None and is_main_process and not folder.is_file():  # for a file the original method raises
         if not config_entry(model.config):  # heads were frozen in a submodel with its own configuration
             model.config.saf = _entry_of(adapter)
         _entry_of(adapter)["events"] = _current_events(adapter)
@@ -97,7 +97,7 @@ def save_pretrained(
 def _upload_modified_files(
     original: Any, model: Any, working_dir: Any, repo_id: str, files_timestamps: dict[str, float], **options: Any
 ) -> Any:
-    """Upload the files about heads too, with their section in the card that transformers has just written."""
+    """Upload the files about heads too, and add their section to the model card that transformers has just written."""
     if (adapter := _edited_adapter(model)) is not None:
         write_section(Path(working_dir), adapter)
         # Files without an old timestamp count as modified.
@@ -125,7 +125,7 @@ def from_pretrained(
     name = pretrained_model_name_or_path
     hub = {option: options[option] for option in _HUB if options.get(option) is not None}
     gguf = options.get("gguf_file") is not None
-    if name is None or gguf or not _has_heads(cls, name if config is None else config, hub):
+    if name is None or gguf or not _has_edited_heads(cls, name if config is None else config, hub):
         return original(cls, name, *arguments, config=config, **options)
     if options.get("quantization_config") is not None:
         raise UnsupportedError(
@@ -147,7 +147,7 @@ def from_pretrained(
     return opened if with_info else model
 
 
-def _has_heads(cls: Any, config: Any, hub: dict[str, Any]) -> bool:
+def _has_edited_heads(cls: Any, config: Any, hub: dict[str, Any]) -> bool:
     """Return whether a configuration, or the config.json of a folder, records frozen or pruned heads."""
     if not isinstance(config, str | Path):
         return bool(config_entry(config))
@@ -155,7 +155,7 @@ def _has_heads(cls: Any, config: Any, hub: dict[str, Any]) -> bool:
         return False
     try:
         values, _ = cls.config_class.get_config_dict(config, **hub)
-    except OSError:  # a peft adapter, or no folder at all, which the original method reports
+    except OSError:  # a peft adapter, or no folder at all, for which the original method raises
         return False
     return values.get("saf") is not None
 
@@ -177,11 +177,11 @@ def _resized_class(cls: Any, state: dict[str, Any]) -> Any:
     def init(self: Any, *arguments: Any, **options: Any) -> None:
         cls.__init__(self, *arguments, **options)
         for site, layout in resize_(self, state):
-            holder = torch.nn.Module()  # receives the layout in the weights' file, which `_restore_heads_` compares
+            holder = torch.nn.Module()  # receives the layout in the weights' file, for `_restore_heads_` to compare
             holder.register_buffer(LAYOUT, torch.empty(layout.num_heads, 2, dtype=torch.int64))
             site.attention.register_module(NAME, holder)
 
-    # transformers reads the source of a class's module, and takes classes outside its own for the user's code.
+    # transformers reads the source of a class's module, and takes classes of other modules for the user's code.
     names = {name: getattr(cls, name) for name in ("__doc__", "__module__", "__qualname__")}
     return type(cls.__name__, (cls,), names | {"__init__": init})
 
@@ -210,7 +210,10 @@ def _restore_heads_(model: Any, state: dict[str, Any], tensors: dict[str, Tensor
 def _prepare_cache_for_generation(
     original: Any, model: Any, generation_config: Any, model_kwargs: Any, mode: Any, batch_size: int, length: int
 ) -> Any:
-    """Raise InputError where prompt and new tokens are too many for the patterns, which the last token never needs."""
+    """Raise InputError where prompt and new tokens are too many for the patterns.
+
+    The last token is never an input, so one token more than the patterns cover is allowed.
+    """
     longest = config_entry(model.config).get("max_length")
     if longest is not None and length > longest:
         raise InputError(
@@ -270,7 +273,7 @@ def _section(adapter: Adapter) -> str:
     return (
         f"## Frozen attention heads\n\nOf its {total} attention heads this model has {heads_in_words(counts)}, a share "
         f"of {(total - counts['live']) / total:.1%}.{limit} This opens the folder:\n\n"
-        f"```python\n{OPENS}  # without it, transformers refuses the shapes of the weights\n"
+        f"```python\n{IMPORT_LINE}  # without it, transformers refuses the shapes of the weights\n"
         f"from transformers import {opens}\n\nmodel = {opens}.from_pretrained(folder)\n```\n\n"
         f"A character a head, `.` ordinary, `F` frozen, `P` pruned:\n\n```text\n{''.join(rows)}```\n\n{events}"
     )
