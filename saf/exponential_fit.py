@@ -1,23 +1,24 @@
 """`fit_exponential` fits exponential patterns, Eq. (S.31), whose heads run in time linear in the context.
 
-The first w distances, the band, have free logits. From w on the weight of a distance is g, a positive sum of damped
+The first w distances, the band, have free logits. The weights g of distances from w on are a positive sum of damped
 cosines, the poles. A fit begins with the compact fit of the same head and takes five steps:
 
-1. Poles: dampings and frequencies are chosen one after another for the compact fit's g. They stay from then on.
+1. Poles: dampings and frequencies are chosen one pole after another for the compact fit's g, then stay fixed.
 2. Amplitudes: least squares, moved towards a sum that is surely positive where g would come near zero.
 3. Full form: L-BFGS (lbfgs.py) minimises the cross-entropy of Eq. (4) over key logits, band and amplitudes, with a
    penalty on cancellation among poles, which would lose low-precision digits, and a prior that keeps g positive.
 4. Short form: the same from the full form on, but with key logits of 16 keys and a sum of decays for all others.
-5. Acceptance: a head takes the short form if that is nearly as close as the full one, else the full form; if neither is
-   close enough, all steps are repeated with 32 poles in place of 16; then the head keeps its compact fit.
+5. Acceptance: a head takes the short form if that is nearly as close as the full one, else the full form. If neither
+   is close enough, all steps are repeated with 32 poles in place of 16. If these fail too, it keeps its compact fit.
 
 The file begins with the public functions and step 5, which call the others; steps 1 to 4 follow in order.
 
 Shapes: N heads, T positions, w distances of the band, n = T - w beyond it, P poles, S keys with a logit of their own.
 KL is in nats per row. The objective of L-BFGS is in nats over all T rows. All numbers are float64.
 
-Measured values in comments are of the twelve heads of tests/fixtures (124M, T = 4,096, w = 128, 16 poles, full form),
-where nothing else is said: extra KL 0.0036 nats in the median and 0.061 at most, cancellation 2.0 and 3.1.
+Unless comments say otherwise, their numbers are of the twelve heads of tests/fixtures (124M, T = 4,096, w = 128, 16
+poles, full form). With the values below these have extra KL 0.0036 nats in the median and 0.061 at most, cancellation
+2.0 and 3.1.
 """
 
 import math
@@ -43,10 +44,10 @@ MAX_SHORT_KL = 0.005
 
 # Numbers of poles, tried in turn: a head's time grows with them. 8 / 32 poles: extra KL 0.0077 / 0.0018 in the median.
 _POLES = (16, 32)
-# Elements of the largest array, by device: it stays in a CPU's cache, or takes a tenth of a GPU's memory. Heads are
-# fitted in groups of this size.
+# Elements of the largest array, by device: it fits a CPU's cache, or a tenth of a GPU's memory. This limits the heads
+# that are fitted together.
 _MAX_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
-# Nats per row that the last ten steps of L-BFGS must gain together, or a head is finished. A tenth of it changes the
+# A head is finished when the last ten steps of L-BFGS gained less than this, in nats per row. A tenth of it changes the
 # extra KL by less than 1e-5 in a third more steps.
 _TOLERANCE = 1e-5
 
@@ -73,10 +74,9 @@ _Forms = tuple[ExponentialFit, ExponentialFit | None]
 def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs: int = _POLES[0]) -> ExponentialPattern:
     """Return exponential patterns fitted to targets with these marginals `[..., T]`, in float64.
 
-    The first `band` distances have free weights; `pairs` is the number of poles, two of them without frequency, that
-    give the others. Every key has a logit of its own. `saf.fit_kl(pattern.to_compact(), ...)` measures the fit, and
-    this function sets no limit to it, unlike `fit_exponential_heads`. Raises InputError for marginals that no causal
-    pattern has.
+    The first `band` distances have free weights, and `pairs` poles, two of them without frequency, give the others.
+    Every key has a logit of its own. Unlike `fit_exponential_heads`, this accepts every fit;
+    `saf.fit_kl(pattern.to_compact(), ...)` measures it. Raises InputError for marginals that no causal pattern has.
     """
     if band < 1 or pairs < len(_DECAYS):
         raise InputError(f"band must be at least 1 and pairs at least {len(_DECAYS)}, got {band} and {pairs}")
@@ -196,21 +196,21 @@ def _row_and_marginal_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     # A tiny row may come out as zero or below, by rounding; its logarithm and inverse must stay finite.
     rows = torch.fft.irfft(spectra[0] * spectra[1], 2 * length)[..., :length].clamp(min=1e-300)
     correlations = torch.fft.irfft(spectra.conj() * torch.fft.rfft(1 / rows, 2 * length), 2 * length)[..., :length]
-    # The sum of a column correlates 1 / Z with exp(rho), that of a diagonal with exp(alpha): hence the flip.
+    # Column sums are correlations of 1 / Z with exp(rho), diagonal sums with exp(alpha): hence the flip.
     return rows, correlations.flip(0) * factors
 
 
 # --- 1. poles
 
 # Dampings per distance of the first two poles, which have no frequency: a constant, and a fall by e in 40 distances.
-# Both are positive, so their non-negative sum is what a start can fall back on (step 2). 10 or 160 distances: 0.0002
-# nats more in the median.
+# Both are positive, so step 2 can fall back on a non-negative sum of them. 10 or 160 distances: 0.0002 nats more in the
+# median.
 _DECAYS = (0.0, 1 / 40)
-# Dampings of the other poles at T = 4,096; those of other lengths scale with 1 / T. So a cosine falls by e over the
-# whole pattern, or over a third, an eighth or a 27th of it, or not at all; these heads are fitted as well without.
+# Dampings of the other poles at T = 4,096; those of other lengths scale with 1 / T. So a cosine does not fall, or falls
+# by e over the whole pattern, a third, an eighth or a 27th of it. These heads are fitted as well without damping.
 _DAMPINGS = (0.0, 1 / 4000, 1 / 1500, 1 / 500, 1 / 150)
-# Lowest frequency of the other poles, in radians over the whole pattern: less than half a turn is left to the decays.
-# 0.5 and 6 are as good.
+# Lowest frequency of the other poles, in radians over the whole pattern. The decays fit slower trends; 0.5 and 6 are as
+# good.
 _LOWEST_FREQUENCY = 2.5
 # Ridge of the greedy choice, as a share of the mean of the diagonal; from 1e-8 to 1e-3 the fits are as good.
 _GREEDY_RIDGE = 1e-5
@@ -224,8 +224,8 @@ def _choose_poles(weights: Tensor, mass: Tensor, num_poles: int, length: int) ->
     """
     heads, size = weights.shape
     distance = torch.arange(size, dtype=torch.float64, device=weights.device)
-    # The sum over distances of mass * (sum of poles / g - 1)^2: least squares on poles times `relative`, towards
-    # `root_mass`. Any common factor goes into the amplitudes, so the mean square is made one.
+    # The choice minimises the sum over distances of mass * (sum of poles / g - 1)^2: least squares that fit poles times
+    # `relative` to `root_mass`. Amplitudes absorb any factor of `relative`, so its mean square is made one.
     root_mass = mass.sqrt()
     relative = root_mass / weights
     relative = relative / relative.square().mean(-1, keepdim=True).sqrt()
@@ -241,7 +241,7 @@ def _choose_poles(weights: Tensor, mass: Tensor, num_poles: int, length: int) ->
 
     damping = weights.new_zeros(heads, num_poles)
     frequency = torch.zeros_like(damping)
-    # Two columns a pole, its cosine and its sine; the sine of a decay is zero, and the ridge keeps it harmless.
+    # Two columns a pole, its cosine and its sine. The sine of a decay is zero: the ridge keeps the system solvable.
     atoms = weights.new_zeros(heads, size, 2 * num_poles)
     for pole, rate in enumerate(_DECAYS):
         damping[:, pole] = rate
@@ -249,7 +249,7 @@ def _choose_poles(weights: Tensor, mass: Tensor, num_poles: int, length: int) ->
     gram = atoms.mT @ atoms
     for pole in range(len(_DECAYS), num_poles):
         used = 2 * pole
-        # Least squares on the poles so far; by FFT, the correlation of its residual with every pole of the grid.
+        # Least squares on the poles so far, then, by FFT, the correlation of its residual with every pole of the grid.
         known = atoms[:, :, :used]
         system = with_ridge(gram[:, :used, :used], _GREEDY_RIDGE / used)
         amplitudes = torch.linalg.solve(system, known.mT @ root_mass[..., None])
@@ -277,16 +277,16 @@ def _choose_poles(weights: Tensor, mass: Tensor, num_poles: int, length: int) ->
 _SMOOTH = 32
 # Ridge of the least squares for the amplitudes, as a share of the mean of the diagonal; 1e-8 and 1e-2 are as good.
 _RIDGE = 1e-4
-# Shares of the smoothed g. A start is moved until g is at least the first of them, well above the second, below which
-# the objective continues log g as a straight line. The fitted g is then moved to at least the third.
+# Shares of the smoothed g. The start is moved until g is at least the first. Below the second, the floor, the objective
+# continues log g as a straight line. The fitted g is moved until it is at least the third.
 _START_SHARE, _FLOOR_SHARE, _FINAL_SHARE = 0.25, 0.15, 0.05
 
 
 class _FarWeights:
     """The weights g of distances beyond the band: amplitudes `[N, 2P]` of fixed poles, and bounds that keep g positive.
 
-    Amplitudes are in units of `unit`, which makes the weights g about one where attention mass lies. `smooth` is g
-    averaged in the log domain over neighbouring distances.
+    Amplitudes are in units of `unit`: in these g is about one where attention mass lies. `smooth` is the compact fit's
+    g, averaged in the log domain over neighbouring distances.
     """
 
     def __init__(self, mass: Tensor, weights: Tensor, poles: DampedCosines):
@@ -317,12 +317,12 @@ class _FarWeights:
         # With the compact fit's g in the denominator the mean cancellation is linear in the amplitudes.
         envelopes = DampedCosines(poles.damping, torch.zeros_like(poles.damping), poles.count)
         sizes = envelopes.transposed(mass / weights)[:, : poles.damping.shape[-1]]
-        self.cancellation = sizes / mass.sum(-1, keepdim=True)  # of a pole of amplitude one
+        self.cancellation = sizes / mass.sum(-1, keepdim=True)  # of poles with amplitude one
 
     def positive(self, amplitudes: Tensor, share: float) -> Tensor:
         """Return the amplitudes moved towards the two decays until g is at least a share of its smoothed form."""
         weights, decays = self.poles.sum(amplitudes), self.poles.sum(self.fallback)
-        # Where the decays lie below the smoothed form, a share of them is what a move can reach.
+        # Where the decays are below the smoothed form, only a share of them can be reached.
         bound = share * torch.minimum(self.smooth, decays)
         step = torch.where(weights < bound, (bound - weights) / (decays - weights).clamp(min=1e-300), 0.0)
         step = step.amax(-1, keepdim=True).clamp(max=1.0)
@@ -333,7 +333,7 @@ def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
     """Return the non-negative least-squares amplitudes of the two decays, `[N, size]`, zeros elsewhere."""
     both = torch.linalg.solve(gram, right)
     alone = right / gram.diagonal(dim1=1, dim2=2)
-    # Where one amplitude would be negative the other decay is best alone: the product of the two decays is positive.
+    # Where one amplitude would be negative, the other decay alone is best: their inner product is positive.
     both = torch.where(both.flip(-1) < 0, alone, both).clamp(min=0)
     return pad(both, (0, size - both.shape[-1]))
 
@@ -342,17 +342,17 @@ def _two_decays(gram: Tensor, right: Tensor, size: int) -> Tensor:
 
 # Keys at the beginning that have a logit of their own in the short form: sinks. 4 or 64 are as good to 0.0002 nats.
 _SINKS = 16
-# Keys over which the decays of the short form fall by e: in SmolLM2-135M alpha falls slowly over the first hundred keys
-# and more. The heads of tests/fixtures have little trend: without any decay the short form costs 0.0003 nats more.
+# Keys over which the decays of the short form fall by e: in SmolLM2-135M alpha falls slowly over 100 keys and more. The
+# heads of tests/fixtures have little trend: without any decay the short form costs 0.0003 nats more.
 _TREND_LENGTHS = (24.0, 96.0, 384.0)
 # Ridge of the least squares for the trends, as a share of the trace.
 _TREND_RIDGE = 1e-6
 # Nats per row and unit of mean cancellation: a group lasso over amplitudes. Ten times as much lowers the cancellation
 # from 2.0 to 1.4 for 0.0013 nats. These heads need none; others came to a cancellation of 50 to 6,000 without it.
 _CANCELLATION_PENALTY = 1e-3
-# An amplitude, in units of the weights, below which its absolute value is rounded off, so that it has a slope at zero.
+# Amplitude, in units of `unit`, below which the penalty's absolute value is smoothed, so that it has a slope at zero.
 _SMALL_AMPLITUDE = 1e-3
-# Weight, in nats over all rows, of the prior at each distance that g equals its smoothed form. It keeps g positive:
+# Weight, in nats over all rows, of the prior that g equals its smoothed form at each distance. It keeps g positive:
 # without it extra KL rises to 0.052 nats, with ten times as much to 0.0088.
 _PRIOR_WEIGHT = 0.1
 
@@ -360,16 +360,16 @@ _PRIOR_WEIGHT = 0.1
 class _KeyLogits:
     """Key logits alpha by their parameters: all of them, or the first S and amplitudes of trends that give the others.
 
-    The trends of the short form are decays from key S on, then a constant; the full form has none. Parameters are
-    `origin + scale * x`; along each x the cross-entropy curves by about one nat.
+    The trends of the short form are decays from key S on, and a constant; the full form has none. Parameters are
+    `origin + scale * x`, with `scale` such that the curvature of the cross-entropy in each x is about one nat.
     """
 
     def __init__(self, alpha: Tensor, eta_abs: Tensor, *, short: bool):
         """Take the compact fit's alpha and the target's column sums, `[N, T]`."""
         self.count = _SINKS if short else alpha.shape[-1]  # S
         lengths = torch.tensor([*_TREND_LENGTHS, math.inf] if short else [], dtype=torch.float64, device=alpha.device)
-        at = torch.arange(alpha.shape[-1] - self.count, dtype=torch.float64, device=alpha.device)
-        self.trends = (-at / lengths[:, None]).exp()
+        position = torch.arange(alpha.shape[-1] - self.count, dtype=torch.float64, device=alpha.device)
+        self.trends = (-position / lengths[:, None]).exp()  # from key S on
         first, rest = alpha[:, : self.count], alpha[:, self.count :]
         mass = eta_abs[:, self.count :]
         if short:  # least squares, weighted by attention mass
@@ -394,7 +394,7 @@ class _KeyLogits:
             return {"alpha": parameters}
         first, trend, constant = parameters.split([self.count, len(_TREND_LENGTHS), 1], -1)
         damping = 1 / torch.tensor(_TREND_LENGTHS, dtype=torch.float64, device=parameters.device)
-        # A constant added to all of alpha changes no pattern, and that of an ExponentialPattern ends at 0.
+        # A constant added to all of alpha changes no pattern. An ExponentialPattern has none: its trends fall to 0.
         return {"alpha": first - constant, "trend": trend, "trend_damping": damping.expand_as(trend)}
 
 
@@ -416,7 +416,7 @@ class _Objective:
         self.penalty = compact.length * _CANCELLATION_PENALTY * self.far.cancellation
 
         self.sizes = [self.keys.origin.shape[-1], band, self.far.start.shape[-1]]
-        # As with keys; the constant bounds the step of a distance that almost no attention has.
+        # As with keys; the constant bounds the steps of distances that get almost no attention.
         band_scale = (eta_rel[:, :band] + 1e-3).rsqrt()
         self.scale = torch.cat([self.keys.scale, band_scale, torch.ones_like(self.far.start)], -1)
         self.origin = torch.cat([self.keys.origin, compact.rho[:, :band], torch.zeros_like(self.far.start)], -1)
@@ -432,7 +432,7 @@ class _Objective:
         return torch.cat([torch.zeros_like(self.scale[:, : sum(self.sizes[:2])]), self.far.start], -1)
 
     def start_from(self, other: "_Objective", point: Tensor) -> Tensor:
-        """Return the coordinates of another objective's band and amplitudes, and of this one's first key logits."""
+        """Return the coordinates of another objective's band and amplitudes, with this one's initial key logits."""
         _, band, _ = point.split(other.sizes, -1)
         _, _, amplitudes = other.unpack(point)
         amplitudes = amplitudes * (other.far.unit / self.far.unit)
@@ -480,12 +480,12 @@ class _Objective:
             **self.keys.parts(keys), band=band, damping=poles.damping, frequency=poles.frequency,
             cosine=cosine * unit, sine=sine * unit, length=self.compact.length,
         )  # fmt: skip
-        # As it will be executed: sums in the log domain, not those of the FFT.
+        # Exact losses, by the sums in the log domain that execution has, not by FFT.
         loss, compact_loss = (
             fit_loss(one.alpha, one.rho, one.log_z, *self.eta) for one in (pattern.to_compact(), self.compact)
         )
         numbers = torch.stack([loss - compact_loss, cancellation], 1).tolist()
-        # One by one on the CPU: every pattern checks its values, which would wait for a GPU each time.
+        # On the CPU: each of the single patterns checks its values, and would wait for a GPU.
         return [
             ExponentialFit(single, extra, cancelled, poles.damping.shape[-1], self.keys.count)
             for single, (extra, cancelled) in zip(pattern.to(device="cpu").singles(), numbers, strict=True)

@@ -18,11 +18,11 @@ from saf.patterns import CompactPattern, DensePattern
 from saf.statistics import FLOOR, AttentionStatistics, required_keywords
 
 Storage = Literal["compact", "exponential", "dense"]
-FITTED = ("compact", "exponential")  # storages whose patterns are fitted to marginals; the other holds every entry
+FITTED = ("compact", "exponential")  # storages whose patterns are fitted to marginals; "dense" stores every entry
 
 
 class Target(NamedTuple):
-    """Sufficient statistics for a compact fit: marginals `[F, T]` and row-averaged entropy `[F]` (nats), float64."""
+    """The statistics that a compact fit needs: marginals `[F, T]` and row-averaged entropy `[F]` (nats), float64."""
 
     eta_abs: Tensor
     eta_rel: Tensor
@@ -33,8 +33,8 @@ class TargetKind(NamedTuple):
     """The functions that compute one pattern from `(statistics, heads)`."""
 
     dense: Callable[..., Tensor]  # returns the pattern, `[F, T, T]`
-    compact: Callable[..., Target] | None = None  # returns the target of a fit; None takes it from the dense pattern
-    exact: Callable[..., CompactPattern] | None = None  # returns the pattern, `[F]`, where it needs no fit
+    compact: Callable[..., Target] | None = None  # returns the target of a fit; None computes it by the dense pattern
+    exact: Callable[..., CompactPattern] | None = None  # returns the pattern, `[F]`, if it needs no fit
 
 
 def collect_for(name: str, storage: Storage = "compact") -> tuple[str, ...]:
@@ -53,18 +53,18 @@ def target(statistics: AttentionStatistics, heads: Iterable[Head], name: str = "
     """
     options, kind, heads = check_options(name, options), TARGETS[name], HeadSet(heads)
     if kind.compact is not None:
-        return _computed(kind.compact, statistics, heads, options)
+        return _compute(kind.compact, statistics, heads, options)
     # Head by head: of a dense pattern only its marginals stay, so one [T, T] is in memory at a time.
-    rows = [target_of(_computed(kind.dense, statistics, HeadSet([head]), options)) for head in heads]
+    rows = [target_of(_compute(kind.dense, statistics, HeadSet([head]), options)) for head in heads]
     return Target(*map(torch.cat, zip(*rows, strict=True)))
 
 
 def exact_pattern(
     statistics: AttentionStatistics, heads: Iterable[Head], name: str, **options: Any
 ) -> CompactPattern | None:
-    """Return the patterns of `heads` where this kind needs no fit, None where it does; takes options as `target`."""
+    """Return the patterns of `heads` if this kind needs no fit, else None; takes options as `target`."""
     options, exact = check_options(name, options), TARGETS[name].exact
-    return None if exact is None else _computed(exact, statistics, HeadSet(heads), options)
+    return None if exact is None else _compute(exact, statistics, HeadSet(heads), options)
 
 
 def dense_pattern(
@@ -78,11 +78,11 @@ def dense_pattern(
     """Return the patterns of `heads`, in order, entry by entry, rounded to `dtype`; takes options as `target`."""
     options, dense = check_options(name, options), TARGETS[name].dense
     # Head by head: the computation takes several times a pattern's own memory.
-    rows = [_computed(dense, statistics, HeadSet([head]), options).to(dtype) for head in HeadSet(heads)]
+    rows = [_compute(dense, statistics, HeadSet([head]), options).to(dtype) for head in HeadSet(heads)]
     return DensePattern(torch.cat(rows))
 
 
-def _computed(
+def _compute(
     function: Callable[..., Any], statistics: AttentionStatistics, heads: HeadSet, options: dict[str, Any]
 ) -> Any:
     """Call one function of a `TargetKind` with the collected tensors that it reads."""
@@ -140,10 +140,13 @@ def gaussian(
 
 
 SCALE = 16.0  # the paper's factor of estimated Dirichlet concentrations
-BOUNDS = (1e-2, 1e6)  # of these: draws there are nearly a single key, and within about a thousandth of the mean
+# Bounds of the scaled concentration: at the lower one draws are nearly one-hot, at the upper one within about a
+# thousandth of the mean.
+BOUNDS = (1e-2, 1e6)
 PARAMETER_FLOOR = 1e-6  # smallest parameter of a draw
-# A row with no more spread over keys, or summed variance over sequences, than this is its mean: in float32 its
-# concentration would be a quotient of rounding errors (squares of 3e-8 each; round numbers, not measured).
+# Rows are not drawn but have their mean where it is this close to one-hot, or where their summed variance over
+# sequences is this small: in float32 the concentration would be a quotient of rounding errors (squares of 3e-8 each;
+# round numbers, not measured).
 NEAR_DETERMINISTIC, NEAR_CONSTANT = 1e-6, 1e-15
 
 
@@ -164,12 +167,12 @@ def dirichlet(
         raise InputError(f"scale must be above 0, got {scale}")
     causal = causal_mask(mean.shape[-1])
     drawn = []
-    for head, center, spread in zip(heads, mean.double(), row_variance.double(), strict=True):
-        strength = (scale * concentration(center, spread)).clamp(*BOUNDS)  # Eq. (18)
-        parameters = (strength[:, None] * center)[causal].clamp(min=PARAMETER_FLOOR)
+    for head, center, variance in zip(heads, mean.double(), row_variance.double(), strict=True):
+        scaled = (scale * concentration(center, variance)).clamp(*BOUNDS)  # Eq. (18)
+        parameters = (scaled[:, None] * center)[causal].clamp(min=PARAMETER_FLOOR)
         logits = torch.zeros_like(center)
         logits[causal] = log_gamma_draws(parameters, seed, head)  # gamma draws over their sum are a Dirichlet draw
-        fixed = (1 - center.square().sum(-1) <= NEAR_DETERMINISTIC) | (spread <= NEAR_CONSTANT)
+        fixed = (1 - center.square().sum(-1) <= NEAR_DETERMINISTIC) | (variance <= NEAR_CONSTANT)
         drawn.append(torch.where(fixed[:, None], center, causal_softmax(logits)).to(mean.dtype))
     return torch.stack(drawn)
 
@@ -208,20 +211,20 @@ def stream_of(seed: int, head: tuple[int, ...], number: int = 0) -> np.random.Ge
 
     A head's draws do not depend on other heads, the rate or the time of freezing.
     """
-    # By numpy, which takes a list as a seed; for the one number of a torch.Generator these would have to be mixed.
+    # numpy takes a list as a seed; a torch.Generator takes one number.
     return np.random.default_rng([seed, *head, number])
 
 
 def concentration(mean: Tensor, variance: Tensor) -> Tensor:
     """Return the moment estimate of the concentration, `[T]`, of rows with mean `[T, T]`, summed variance `[T]`."""
-    spread = 1 - mean.square().sum(-1)  # of one-hot rows with this mean, the largest variance there is
-    return spread / variance.clamp(min=torch.finfo(variance.dtype).tiny) - 1  # Eq. (18)
+    largest = 1 - mean.square().sum(-1)  # the summed variance if every row were one-hot
+    return largest / variance.clamp(min=torch.finfo(variance.dtype).tiny) - 1  # Eq. (18)
 
 
 def log_gamma_draws(shape: Tensor, seed: int, head: tuple[int, ...]) -> Tensor:
     """Return the logarithm of one gamma variate of each shape.
 
-    Gamma(a) is Gamma(a + 1) · U^(1/a); in the logarithm, draws of tiny shapes do not underflow to rows of zeros.
+    Gamma(a) is Gamma(a + 1) · U^(1/a); as logarithms, draws of tiny shapes do not underflow to rows of zeros.
     """
     raised = stream_of(seed, head).standard_gamma(shape.numpy() + 1)
     uniform = stream_of(seed, head, 1).random(len(shape))

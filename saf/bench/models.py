@@ -1,8 +1,8 @@
-"""The models that benchmarks time: `ModelPlan` builds that of each arm, from a preset or from a folder.
+"""The models that benchmarks time: `ModelPlan` builds each arm's model from a preset or a folder.
 
 Frozen heads of presets have synthetic patterns shaped like trained ones. A folder (a checkpoint, a run, the output of
-`saf.save` or `save_pretrained`) has its own heads and patterns: every arm has its weights, the ordinary ones with all
-heads live again.
+`saf.save` or `save_pretrained`) has frozen heads and patterns of its own: every arm has its weights, ordinary arms with
+all heads live again.
 """
 
 import gc
@@ -90,7 +90,7 @@ class FolderModel:
     """None where no head is frozen."""
     longest: int | None
     own_decoder: bool
-    """Whether it is this project's decoder."""
+    """Whether it is this project's `GPT` rather than a model of transformers."""
 
     @property
     def rate(self) -> float:
@@ -98,7 +98,7 @@ class FolderModel:
 
 
 def is_folder(model: str) -> bool:
-    """Whether a benchmark's model is a folder or a name on the Hugging Face hub, and no preset."""
+    """Return whether a benchmark's model is a folder or a name on the Hugging Face hub, and no preset."""
     return model not in PRESETS and model not in TRANSFORMERS and (Path(model).exists() or is_transformers_model(model))
 
 
@@ -113,7 +113,7 @@ def read_folder(folder: str, device: torch.device) -> FolderModel:
     frozen = {(layer, head): each for layer, site in enumerate(sites) for head, each in patterns_of(site).items()}
     if any(pattern.trainable for pattern in frozen.values()):
         raise UnsupportedError(f"{folder} has trainable patterns; fix them by pattern.compact() first")
-    # The tables of a benchmark and drawn tokens need one shape for all layers, and a vocabulary.
+    # A benchmark's tables have one shape for all layers, and its random tokens need a vocabulary.
     layers = {(site.layout.num_heads, site.layout.num_kv_heads, site.head_dim) for site in sites}
     if len(layers) > 1 or vocabulary is None:
         raise UnsupportedError(f"{folder} has layers of different heads, or no vocabulary; time a preset of its shape")
@@ -126,12 +126,12 @@ def read_folder(folder: str, device: torch.device) -> FolderModel:
         own_decoder=adapter.saves_weights,
     )
     del model, adapter, sites
-    gc.collect()  # models with frozen heads are in reference cycles: their memory would count as an arm's
+    gc.collect()  # models with frozen heads are in reference cycles: an arm would be charged with their memory
     return result
 
 
 def _ordinary_of(folder: str, device: torch.device) -> nn.Module:
-    """Return a folder's model with all heads live again; its weights drawn anew where removed rows are gone."""
+    """Return a folder's model with all heads live again; all its weights are random where removed rows are gone."""
     model = find_source(folder).model(device)
     try:
         uninstall_(model)
@@ -145,12 +145,12 @@ def _ordinary_of(folder: str, device: torch.device) -> nn.Module:
     return model
 
 
-# --- the models of one point
+# --- the models of one point of a benchmark: a context and batch size
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelPlan:
-    """The models of one point: their shape, the ordinary one, and the heads that each rate freezes."""
+    """The models of one point: their shape, the heads that each arm freezes, and `build` for each arm's model."""
 
     model: str
     length: int
@@ -178,12 +178,12 @@ class ModelPlan:
 
     @property
     def own_decoder(self) -> bool:
-        """Whether it is this project's decoder rather than a model of transformers."""
+        """As `FolderModel.own_decoder`."""
         return self.folder.own_decoder if self.folder else self.model not in TRANSFORMERS
 
     @property
     def name(self) -> str:
-        """The model's name for a row, with its layers where they are not all."""
+        """The model's name for a row, with the number of layers where it was set."""
         return self.model + ("" if self.num_layers is None else f", {self.num_layers} layers")
 
     def heads(self, arm: Arm) -> tuple[HeadSet, HeadSet]:
@@ -194,7 +194,7 @@ class ModelPlan:
             edited, pruned = HeadSet(self.folder.frozen) | self.folder.pruned, self.folder.pruned
         else:
             edited, pruned = self._drawn_heads(arm.rate), HeadSet()
-        # What a folder pruned stays pruned in every arm; the arm "pruned" prunes its frozen heads, too.
+        # Heads pruned in the folder stay pruned in these arms; the arm "pruned" prunes its frozen heads, too.
         return (HeadSet(), edited) if arm.backend == PRUNED else (edited - pruned, pruned)
 
     def _drawn_heads(self, rate: float) -> HeadSet:
@@ -235,7 +235,7 @@ class ModelPlan:
                 patterns = drawn_patterns(arm.backend, len(frozen), self.length, self.seed, self.device)
             install_(model, frozen, patterns, backend=str(arm.backend))
         adapter = adapter_for(model)
-        # Ordinary arms too: else a ratio would have the difference of two attention functions' Python in it.
+        # In ordinary arms too: else a ratio would contain the difference in Python time of two attention functions.
         adapter.use_saf_attention()
         for site in adapter.sites():
             site.pin(arm.kernel if site.frozen is None else arm.live_kernel)
@@ -253,7 +253,7 @@ class ModelPlan:
             model = GPT.skip_init(_config(self.model, self.length, self.num_layers), self.device)
             model.reset_parameters(generator)
             return model.to(dtype)
-        from saf.hf.families import random_model  # transformers, which presets of this project do without
+        from saf.hf.families import random_model  # imports transformers, which presets of this project do not need
 
         family, _, hidden_size, intermediate_size = TRANSFORMERS[self.model]
         shape = self.shape
@@ -288,15 +288,15 @@ def heads_per_layer(*, num_layers: int, num_heads: int, rate: float) -> list[int
     """
     total = round(rate * num_layers * num_heads)
     shares = np.full(num_layers, rate)
-    # Not equal counts: selection takes two thirds of the first layer at 25% and none of the last two. Without heads,
-    # or with all, there is nothing to shift, and log odds are infinite.
+    # Where no head or every head is frozen, there is nothing to choose, and the log odds would be infinite. Otherwise
+    # counts differ: at 25%, selection takes two thirds of the first layer and none of the last two.
     if 0 < total < num_layers * num_heads:
         depth = (np.arange(num_layers) + 0.5) / num_layers * len(MEASURED_SHARES) - 0.5
         measured = np.interp(depth, np.arange(len(MEASURED_SHARES)), MEASURED_SHARES)
         odds = logit(measured.clip(SMALLEST_SHARE, 1 - SMALLEST_SHARE))
         shares = expit(odds + brentq(lambda shift: expit(odds + shift).sum() - total / num_heads, -50, 50))
-    # Round to whole numbers, largest remainders first. Within 1e-6 below a whole number a count is that number:
-    # `brentq` and floating point leave it there.
+    # Round down, then add the rest by largest remainders. 1e-6 is more than the errors of `brentq` and floating point,
+    # which may leave a count just below a whole number.
     counts = shares * num_heads
     whole = np.minimum((counts + 1e-6).astype(int), num_heads)
     order = np.argsort(whole - counts, kind="stable")
@@ -308,7 +308,7 @@ def heads_per_layer(*, num_layers: int, num_heads: int, rate: float) -> list[int
 
 
 def drawn_patterns(backend: str | None, count: int, length: int, seed: int, device: torch.device) -> Any:
-    """Draw patterns of the kind that a backend executes: exponential ones for "linear", else compact ones."""
+    """Draw patterns for a backend: exponential ones for "linear", compact ones for others."""
     generator = torch.Generator().manual_seed(seed)
     if backend == "linear":
         return exponential_patterns(count, length, generator)
@@ -322,7 +322,7 @@ def synthetic_patterns(
 
     `generator` lives on the CPU; normalisers are computed on `device`.
     """
-    # Round numbers that give this shape; no measured head has exactly these.
+    # Round numbers that give this shape, not measured ones.
     position = torch.arange(length, dtype=torch.float64, device=device)
     slope, ripple, pair = torch.rand(3, count, 1, dtype=torch.float64, generator=generator).to(device)
     frequency = BASE ** -(0.05 + 0.4 * pair)
@@ -347,8 +347,9 @@ def exponential_patterns(count: int, length: int, generator: torch.Generator) ->
     near = 3 - (torch.arange(min(BAND, length)) / 8).clamp(max=3).double()
     alpha = 0.1 * torch.randn(count, min(16, length), dtype=torch.float64, generator=generator)
     alpha[:, 0] += 3.0
-    trend, rate = alpha.new_zeros(count, 1), alpha.new_ones(count, 1)
-    return ExponentialPattern(alpha, near.repeat(count, 1), damping, frequency, cosine, sine, length, trend, rate)
+    trend, trend_damping = alpha.new_zeros(count, 1), alpha.new_ones(count, 1)
+    band = near.repeat(count, 1)
+    return ExponentialPattern(alpha, band, damping, frequency, cosine, sine, length, trend, trend_damping)
 
 
 # --- flex attention as a baseline, and the free bound
@@ -358,7 +359,7 @@ BLOCK = 128
 
 
 def causal_blocks(length: int, device: torch.device) -> BlockMask:
-    """Build the causal block mask of `length` positions: blocks on the diagonal masked, blocks below it whole."""
+    """Build the causal block mask of `length` positions: flex masks blocks on the diagonal, not those below it."""
     # Not PyTorch's `create_block_mask`, which fills a matrix of length x length first: 4 GiB at 64K.
     count = -(-length // BLOCK)
     row = torch.arange(count, dtype=torch.int32, device=device)
@@ -375,7 +376,7 @@ def _causal(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 class FlexAttention(LiveAttention):
-    """Flex attention in place of an ordinary layer's; it runs as a kernel only where it is compiled."""
+    """Flex attention in place of an ordinary layer's attention; it runs as one kernel only if it is compiled."""
 
     def __init__(self, blocks: BlockMask):
         super().__init__()
@@ -388,7 +389,7 @@ class FlexAttention(LiveAttention):
 
 
 class FreeBackend(Backend):
-    """Frozen heads that cost nothing: values pass through unmixed. The bound of what freezing can save."""
+    """Frozen heads that cost nothing: values pass through unmixed. Its speedup is the most that freezing can reach."""
 
     how = "values pass through unmixed (a bound for measurements, not a model)"
 

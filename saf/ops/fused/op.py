@@ -10,9 +10,9 @@ In plain PyTorch these are `live_attention` and `Reference` (saf/ops/backend.py)
 its gradients, and the backend; kernels.py has the launches. The backend is the paper's row in every benchmark;
 `toeplitz` is faster. It takes whole sequences without padding.
 
-Its forward launch also serves few tokens of backend `toeplitz` without gradients (`mix_few`), where a launch costs more
-than its work: in a CUDA graph of 1 x 512 an ordinary layer takes 70 us, one with frozen heads 67 by one launch and 80
-by two (124M, 25% frozen, H200; docs/log.md).
+Backend `toeplitz` uses its forward launch for few tokens without gradients (`mix_few`), where a launch costs more than
+its work: in a CUDA graph of 1 x 512 an ordinary layer takes 70 us, one with frozen heads 67 by one launch and 80 by two
+(124M, 25% frozen, H200; docs/log.md).
 """
 
 import math
@@ -29,10 +29,10 @@ from saf.ops.operator import TRITON_DTYPES, forbid_second_derivative, has_triton
 from saf.ops.positions import unpadded
 from saf.patterns import Pattern
 
-# Kinds of a head, as the kernels compare them: ordinary attention, a compact pattern, a dense one.
+# Kinds of a head in the kernels: ordinary attention, a compact pattern, a dense one.
 LIVE, COMPACT, DENSE = 0, 1, 2
-# Entries of minus infinity in front of rho, and the multiple its length is rounded up to: twice the 128 positions of
-# the largest block, since a tile on the diagonal reads as far back.
+# Entries of minus infinity in front of rho, and the multiple to which its length is rounded up. A tile on the diagonal
+# reads twice the largest block of 128 positions back.
 PAD = 256
 # Logarithms times this are exponents of 2.
 LOG2E = 1 / math.log(2)
@@ -75,13 +75,14 @@ class FusedTables(NamedTuple):
     dense: Tensor
 
 
+# Names of the tables about heads, and of those with the patterns' numbers.
 MAPS, PATTERNS = FusedTables._fields[:8], FusedTables._fields[8:]
 
 
 def head_maps(state: Sequence[int], value: Sequence[int], device: torch.device | str) -> Tables:
     """Return the maps of heads with these kinds and value slots; keys lie in the order of their value heads."""
     heads, num_value_heads = range(len(state)), max(value) + 1
-    rank = [state[:head].count(state[head]) for head in heads]  # the slot among heads of its kind
+    slot = [state[:head].count(state[head]) for head in heads]  # among heads of the same kind
     live = [head for head in heads if state[head] == LIVE]
     used = sorted({value[head] for head in live})
     # Where every value head serves one head the backward kernel has no loop over heads (`GROUPED` in kernels.py).
@@ -89,19 +90,19 @@ def head_maps(state: Sequence[int], value: Sequence[int], device: torch.device |
     bounds = [] if one_to_one else range(num_value_heads + 1)
     maps = {
         "state": state,
-        "query": [rank[head] if state[head] == LIVE else 0 for head in heads],
+        "query": [slot[head] if state[head] == LIVE else 0 for head in heads],
         "key": [used.index(value[head]) if state[head] == LIVE else 0 for head in heads],
         "value": value,
-        "pattern": rank,
+        "pattern": slot,
         "live": live,
-        "group_start": [sum(slot < bound for slot in value) for bound in bounds],
+        "group_start": [sum(each < bound for each in value) for bound in bounds],
         "group_heads": sorted(heads, key=lambda head: value[head]),
     }
     return {name: torch.tensor(each, dtype=torch.int32, device=device) for name, each in maps.items()}
 
 
 def pattern_tables(patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device) -> Tables:
-    """Return `alpha`, `band`, `log_z` and `dense`, the latter of patterns that are not compact."""
+    """Return `alpha`, `band` and `log_z` of the compact patterns, and `dense` of the others."""
     length, logits, stored = patterns[0].length, [], []
     for pattern in patterns:
         if (compact := pattern.compact()) is None:
@@ -119,7 +120,7 @@ def shifted_band(rho: Tensor) -> Tensor:
     """Return the `band` of `rho [F, T]`."""
     heads, length = rho.shape
     width = PAD + -(-length // PAD) * PAD
-    # Minus infinity makes weights of zero: at future keys in front, and beyond T behind.
+    # Minus infinity makes weights of zero: for future keys in front of rho, beyond T behind it.
     padded = rho.new_full((heads, width), -math.inf)
     padded[:, PAD : PAD + length] = rho
     band = rho.new_full((heads, BAND_SHIFTS, width), -math.inf, dtype=torch.float32)
@@ -129,7 +130,10 @@ def shifted_band(rho: Tensor) -> Tensor:
 
 
 def layer_tables(kinds: Sequence[int], layout: str, kv_head: Sequence[int], device: torch.device) -> Tables:
-    """Return the maps of a layer's heads and the numbers of live, compact and dense ones, names after `layout`."""
+    """Return the maps of a layer's heads and the numbers of live, compact and dense ones, as `LAYOUT_NAME`.
+
+    The last heads have `kinds`; those before them are live.
+    """
     kinds = [LIVE] * (len(kv_head) - len(kinds)) + list(kinds)
     maps = {f"{layout}_{name}": table for name, table in head_maps(kinds, kv_head, device).items()}
     return maps | {f"{layout}_counts": tuple(kinds.count(kind) for kind in (LIVE, COMPACT, DENSE))}
@@ -240,17 +244,17 @@ class Fused(Backend):
 #     8 x 1,024   63.7 / 73.3 / 70.2      1 x 2,048   37.7 / 39.3 / 40.4
 # At 50% one launch loses from 4 x 1,024 on (43.5 for 42.7), so the limits end below.
 
-# Positions that tables of few tokens cover: no longer sequence is few by the limits below.
+# Longest sequence of few tokens, and so the length of their tables; no longer one is within the limits below.
 MAX_LENGTH = 4096
 # Positions up to which one launch was no slower than two on an H200, at the batches that `SHORT_PAIRS` allows.
 SHORT = 1024
-# Positions as which shorter sequences count: their time no longer falls with the square of the length.
+# Shorter sequences count as if they had this length: their time no longer falls with its square.
 SHORTEST = 256
 # B x H x T x T up to which one launch is faster on the device: with 12 heads some 3 x 1,024 or 12 x 512 tokens.
 SHORT_PAIRS = 40 * SHORT**2
 # B x T x C x (12 C + T), half a layer's operations, up to which launching takes the host longer than the device works.
-# It is a layer of the 124M model at two sequences of 4,096 tokens: by two launches a called prompt ran at 0.53x of an
-# ordinary one, by one at 0.94x. The device is faster by two there, so CUDA graphs take two.
+# It is a layer of the 124M model at two sequences of 4,096 tokens: without a graph, a prompt had 0.53x the speed of
+# ordinary attention by two launches, 0.94x by one. The device is faster by two, so CUDA graphs take two.
 HOST_BOUND = 2 * 4096 * 768 * (12 * 768 + 4096)
 # Channels up to which the limits were measured; wider heads leave the kernel few registers.
 MAX_DIM = 128
@@ -259,15 +263,15 @@ _FEW = "few_"
 
 
 def serves_few(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether one launch for few tokens runs on a device, and was measured to pay there: Hopper and later."""
+    """Return whether `mix_few` can run on a device and was measured to be faster there: Hopper and later."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
     return hopper and has_triton() and dtype in FEW_DTYPES
 
 
 def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
-    """Return whether one launch is faster for values `[B, H_kv, T, D]` of a layer of `heads`.
+    """Return whether one launch is faster than two for values `[B, H_kv, T, D]` of a layer of `heads`.
 
-    With `replayed`, when a CUDA graph launches the kernels, only the device's time counts.
+    With `replayed` a CUDA graph launches the kernels, so that only the device's time counts.
     """
     batch, _, length, dim = value.shape
     if dim > MAX_DIM or length > MAX_LENGTH:
@@ -279,7 +283,7 @@ def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
 
 
 def few_tables(patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: ValueHeads) -> Tables:
-    """Return the tables of `mix_few` for compact patterns, to add to another backend's; none where it cannot run."""
+    """Return the tables of `mix_few` for compact patterns, beside those of another backend; {} where it cannot run."""
     if kv_head is None or not serves_few(device, dtype):
         return {}
     first = [pattern.prefix(min(MAX_LENGTH, pattern.length)) for pattern in patterns]
@@ -292,8 +296,8 @@ def mix_few(
 ) -> Tensor | None:
     """Return all heads, `[B, H, T, D]`, from one launch where that is faster; None elsewhere.
 
-    Code compiled for one shape launches the kernel itself, which costs the host a fraction of an operator. With lengths
-    left open by the compiler no call is few: a bound on them would compile one more program.
+    Code compiled for one shape launches the kernel itself, which costs the host a fraction of an operator. With dynamic
+    lengths it returns None: a comparison with them would be a guard, and compile one more program.
     """
     if _FEW + PATTERNS[0] not in tables:
         return None
@@ -307,7 +311,7 @@ def mix_few(
     if not are_few(value, sum(arguments[1]), replayed=replayed):
         return None
     factor = score_scale(scale, value.shape[-1])
-    # Only Dynamo traces into the visible form; an eager call or an exported program would pay for it.
+    # Only code that Dynamo traces launches the kernel itself by this form; elsewhere it is slower than the operator.
     if torch.compiler.is_dynamo_compiling():
         from saf.ops.fused.kernels import visible_forward
 
