@@ -216,12 +216,12 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
     return _read(tokens, generator(_CALIBRATION, seed, 0).permutation(windows)[:count] * length, length)
 
 
-def begun_with(windows: Tensor, token: int) -> Tensor:
+def prepend_token(windows: Tensor, token: int) -> Tensor:
     """Put a token, such as BOS, before windows `[N, n]` and drop their last one.
 
     Where neighbours share a token, every token of the text is still a target once.
 
-    >>> begun_with(torch.tensor([[5, 6, 7], [7, 8, 9]]), 1)
+    >>> prepend_token(torch.tensor([[5, 6, 7], [7, 8, 9]]), 1)
     tensor([[1, 5, 6],
             [1, 7, 8]])
     """

@@ -19,8 +19,8 @@ from saf.data import (
     TextData,
     TokenData,
     Tokenizer,
-    begun_with,
     calibration_windows,
+    prepend_token,
     sequential_windows,
     shuffled_windows,
 )
@@ -176,7 +176,7 @@ def open_folder_source(settings: CheckpointFreezing, say: Callable[[str], Any]) 
         say(f"frozen heads have no attention dropout: {field} was {rate:g} and is 0 in {settings.out}")
     longest = OpenedModel(model, data, source).longest
     windows = _windows(settings, data, settings.calibration_length(longest, most=longest))
-    calibration, heldout, training = (each if bos is None else begun_with(each, bos) for each in windows)
+    calibration, heldout, training = (each if bos is None else prepend_token(each, bos) for each in windows)
 
     def heal(heldout: list[Tensor], progress: Progress) -> Healing:
         healing = heal_and_compare(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from saf.data import TokenData, begun_with, calibration_windows, random_windows, sequential_windows, shuffled_windows
+from saf.data import TokenData, calibration_windows, prepend_token, random_windows, sequential_windows, shuffled_windows
 from saf.distributed import on_rank0
 from saf.errors import DataError, DivergenceError, InputError
 from saf.machine import Execution, device_name
@@ -150,7 +150,7 @@ def evaluate_perplexity(
     """
     length = _window_length(model, data, length)
     windows = sequential_windows(data.tokens(partition), length, limit)
-    windows = windows if bos is None else begun_with(windows, bos)
+    windows = windows if bos is None else prepend_token(windows, bos)
     ran_in = precision_in_use(model, precision)  # before the work, since it refuses some
     log_probs = _log_probs(model, windows.split(batch_size), precision=precision, progress=progress)
     # In float64: two models are told apart by a thousandth of a nat, over millions of tokens.
