@@ -18,7 +18,7 @@ import torch
 
 from benchmarks import command
 from saf.bench import Update, measure
-from saf.bench.protocol import Arm, Comparison, Point, Subject, kernels_of, row_block
+from saf.bench.protocol import Arm, Comparison, Point, Subject, kernels_of, mean_block
 from saf.bench.speed import require
 from saf.bench.subjects import PRELOADED
 from saf.machine import GraphPool
@@ -99,7 +99,7 @@ class NanoGPT(Subject):
             self.update()
 
     def timed_block(self, variant: str) -> float:
-        return row_block(self.update, repeats=self.settings.repeats, device=self.device)
+        return mean_block(self.update, repeats=self.settings.repeats, device=self.device)
 
     def kernels(self) -> list[dict[str, Any]]:
         return kernels_of(self.update, self.device)

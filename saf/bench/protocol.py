@@ -424,10 +424,10 @@ def wall_block(call: Call, *, repeats: int, device: torch.device, settle: int = 
     """Return the median milliseconds of `repeats` calls, each synchronised, after `settle` untimed ones."""
     for _ in range(settle):
         call()
-    return statistics.median(row_block(call, repeats=1, device=device) for _ in range(repeats))
+    return statistics.median(mean_block(call, repeats=1, device=device) for _ in range(repeats))
 
 
-def row_block(call: Call, *, repeats: int, device: torch.device) -> float:
+def mean_block(call: Call, *, repeats: int, device: torch.device) -> float:
     """Return the mean milliseconds of `repeats` calls in a row, synchronised before the first and after the last."""
     wait_for(device)
     began = time.perf_counter()

@@ -31,8 +31,8 @@ from saf.bench.protocol import (
     event_block,
     kernels_of,
     launch_modes,
+    mean_block,
     repeats_within,
-    row_block,
     wall_block,
 )
 from saf.bench.speed import ModelSpeed, Speed, require
@@ -169,7 +169,7 @@ def launch_mode(variant: str) -> str:
 
 def updates_in_a_row(updater: Updater, count: int) -> float:
     """Return the mean milliseconds of updates in a row, as training makes them."""
-    return row_block(lambda: updater.update(LEARNING_RATE), repeats=count, device=updater.execution.device)
+    return mean_block(lambda: updater.update(LEARNING_RATE), repeats=count, device=updater.execution.device)
 
 
 # --- forward passes
