@@ -20,7 +20,7 @@ from saf.statistics import AttentionStatistics
 
 SCHEMA = "saf.freezing.recipe/1"
 # Values of a report that a model's configuration keeps: people read config.json, so scores of all heads stay out.
-_KNOWN = (
+_IN_MODEL_CONFIG = (
     *("heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash"),
     *("loss_before", "loss_after", "loss_text", "worst_layer"),
 )
@@ -127,14 +127,14 @@ class FreezeReport:
         }
         return values | {name: value for name, value in optional.items() if value}
 
-    def known(self) -> dict[str, Any]:
+    def model_config_entries(self) -> dict[str, Any]:
         """Return what a model's configuration keeps: the heads, how they were chosen, and their cost."""
         values = self.to_dict()
-        known = {"kind": self.kind, "pattern": self.config["pattern"], "named": self.config["heads"] is not None}
-        known |= {name: value for name, value in values.items() if name in _KNOWN}
+        entries = {"kind": self.kind, "pattern": self.config["pattern"], "named": self.config["heads"] is not None}
+        entries |= {name: value for name, value in values.items() if name in _IN_MODEL_CONFIG}
         if words := budget_words(values):
-            known["budget_note"] = words
-        return known
+            entries["budget_note"] = words
+        return entries
 
     def tensors(self) -> dict[str, Tensor]:
         """Return marginals `[L, H, T]`, statistics `[L, H]` and, of fitted patterns, their logits `[F, T]`.
@@ -223,7 +223,7 @@ class FreezeReport:
 
 
 def cost_words(event: Mapping[str, Any]) -> str:
-    """Return in words what an event cost: its values are those of `to_dict`, of events.jsonl, or of `known`."""
+    """Return in words what an event cost, from the values of `to_dict`, events.jsonl or `model_config_entries`."""
     if (loss := loss_of(event)) is None:
         return "not measured: there is no held-out text"
     ends = [signed(100 * end) for end in loss.interval or ()]

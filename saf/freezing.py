@@ -190,7 +190,7 @@ def freeze_(
                 undo.callback(uninstall_, model, report.heads, optimizer=optimizer)
             undo.pop_all()
         report = replace(report, seconds=on_rank0(lambda: timer.seconds))  # with those of installing
-        adapter.record_event(report.known())
+        adapter.record_event(report.model_config_entries())
     return report
 
 
