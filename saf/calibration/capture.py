@@ -19,8 +19,8 @@ from saf.heads import Head, HeadSet
 from saf.models.adapter import ON_META, Adapter, Site, adapter_for, check_unsharded, rows_of
 from saf.records.table import byte_size
 
-# Share of free memory for queries and keys, or for collected tensors. The rest is for the model's activations and for
-# attention matrices (measure.py), whose size nobody knows beforehand.
+# Share of free memory for queries and keys, or for collected tensors. The rest is a margin for the model's activations
+# and for attention matrices (`STRIP_ELEMENTS` in measure.py).
 SHARE = 0.5
 CPU_BYTES = 4 << 30  # most queries and keys by default on a CPU, whose memory others use too
 COLLECT_BYTES = 16 << 30  # most that `heads_at_a_time` collects at once
