@@ -53,7 +53,7 @@ class Blocks(NamedTuple):
 def choose_forward(*, dim: int, dtype: torch.dtype, few: bool) -> Blocks:
     """Return the blocks of the forward kernel: the fastest of those tried on an H200 with some heads frozen.
 
-    With `few` programs (`FEW_ROWS`) blocks of queries are smaller (docs/log.md).
+    With `few` programs (`FEW_ROWS`) blocks of queries are smaller.
     """
     if dtype == torch.float32:
         return _small(dim)
