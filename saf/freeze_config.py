@@ -123,7 +123,7 @@ class FreezeConfig:
         for name in ("score", "match"):
             if isinstance(value := getattr(self, name), str):
                 check_name(name, value, SCORES)
-        heads_at_rate(self.rate, 1)  # raises for a rate that is no share of any number
+        heads_at_rate(self.rate, 1)  # raises for a rate that is no share
         # The calibration's length is not known yet: storage "auto" counts as what it is for the shortest.
         split_options(self.fitter, self.fitter_options, self.storage_at(0))
         for name in _HEAD_LISTS:
@@ -200,7 +200,7 @@ class FreezeConfig:
     @property
     def asks_for_none(self) -> bool:
         """Whether these settings ask for no head of any model."""
-        return not self.requested(1_000_000)  # more heads than a model has: a rate of 1e-9 asks for none, either
+        return not self.requested(1_000_000)  # more heads than a model has: a rate of 1e-9 asks for none, too
 
     @property
     def uses_joint_cost(self) -> bool:

@@ -204,7 +204,7 @@ def gate_taylor(statistics: AttentionStatistics, *, gates: Tensor) -> Tensor:
 @head_score
 def random(statistics: AttentionStatistics, *, seed: int = 0) -> Tensor:
     """Uniform random numbers, the control; `select(..., match=...)` takes as many from each layer as another set."""
-    # On the CPU, from a generator of its own. Frozen heads draw too: a head's number does not depend on earlier events.
+    # Frozen heads draw too, so that a head's number does not depend on earlier events.
     generator = torch.Generator().manual_seed(seed)
     return torch.rand(statistics.variance.shape, generator=generator, dtype=torch.float64)
 

@@ -23,7 +23,7 @@ from saf.hf.trainer import FreezeCallback, patch_trainer
 
 __all__ = ["FreezeCallback", "cache_bytes", "text_sequences"]
 
-# No other import of this package patches another library. Freezing a model of transformers does so too.
+# The only import of this package that patches another library; freezing a model of transformers does so too.
 patch_pretrained()
 if is_accelerate_available():  # transformers cannot import its Trainer without it
     patch_trainer()
