@@ -184,13 +184,10 @@ class CostMeter:
         """Return the loss of each window with `heads` frozen, `[W]` float64, nats."""
         chosen: Any = [patterns[head] for head in heads]
         install_(self._model, heads, chosen, backend=backend)
-        # Autocast caches low-precision copies of weights, and surgery changes the weights in place.
-        torch.clear_autocast_cache()
         try:
             return self._losses()
         finally:
             uninstall_(self._model, heads)
-            torch.clear_autocast_cache()
 
     def _losses(self) -> Tensor:
         adapter = adapter_for(self._model)

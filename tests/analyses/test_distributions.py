@@ -1,5 +1,7 @@
 """Models of the variation of attention over sequences: their draws, and the distances from measured rows."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import scipy.stats
@@ -13,6 +15,7 @@ from experiments.analyses.distributions import (
     entry_distances,
     entry_samples,
     gaussian_rows,
+    project_profiles,
     row_distances,
 )
 from saf.heads import HeadSet
@@ -114,3 +117,12 @@ def test_mass_by_distance(rng, position):
     for key in range(position + 1):
         expected[min((position - key).bit_length(), 11)] += row[key]
     assert distance_profile(torch.from_numpy(row), position).tolist() == pytest.approx(expected)
+
+
+def test_the_map_is_fitted_to_standardised_roots_of_measured_profiles():
+    reducer = SimpleNamespace(fit_transform=lambda values: values[:, :2], transform=lambda values: 10 + values[:, :2])
+    measured = torch.tensor([[0.25, 0.75, 0.0], [0.49, 0.51, 0.0], [0.81, 0.19, 0.0]])
+    found = project_profiles({"measured": measured, "generated": measured[:1], "mean": measured[:1]}, reducer)
+    scaled = scipy.stats.zscore(np.sqrt(measured.double().numpy()[:, :2]), ddof=1)
+    assert np.allclose(found["measured"], scaled)
+    assert np.allclose(found["generated"], 10 + scaled[:1])
