@@ -476,7 +476,7 @@ def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[ArmCo
         if ordinary is None or run.arm == "ordinary":
             continue
         try:
-            # Differences are listed, not refused: a page shows all the runs that it is given.
+            # Differences are listed, not refused: a page shows all of its runs.
             record, reason = compare_runs(ordinary, run, allow_differences=True), None
         except SafError as error:
             record, reason = None, str(error)

@@ -225,7 +225,7 @@ def _choose_poles(weights: Tensor, mass: Tensor, num_poles: int, length: int) ->
     heads, size = weights.shape
     distance = torch.arange(size, dtype=torch.float64, device=weights.device)
     # The choice minimises the sum over distances of mass * (sum of poles / g - 1)^2: least squares that fit poles times
-    # `relative` to `root_mass`. Amplitudes absorb any factor of `relative`, so its mean square is made one.
+    # `relative` to `root_mass`. Amplitudes absorb any factor of `relative`, so its mean square is set to one.
     root_mass = mass.sqrt()
     relative = root_mass / weights
     relative = relative / relative.square().mean(-1, keepdim=True).sqrt()

@@ -181,10 +181,10 @@ def _costs(path: Path, edited: HeadSet) -> list[dict[str, Any]]:
     `saf freeze` writes events.jsonl; the configuration of a model of transformers keeps less, and keeps it when saved
     again.
     """
-    kept = (_config_of(path).get("saf") or {}).get("events", [])
+    recorded = (_config_of(path).get("saf") or {}).get("events", [])
     costs: list[dict[str, Any]] = []
     # From the last one: heads that were frozen, undone and frozen again count for it alone, and live ones for none.
-    for event in reversed([each.values for each in read_events(path)] or kept):
+    for event in reversed([each.values for each in read_events(path)] or recorded):
         heads = edited & HeadSet(event["heads"])
         edited = edited - heads
         if not len(heads) or (loss := loss_of(event)) is None:

@@ -41,12 +41,12 @@ def save(model: nn.Module, folder: str | Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; save writes a folder")
     adapter = adapter_for(model)
-    # The GPT's config.json would replace a run's or another library's; frozen heads alone may lie beside any files.
+    # The GPT's config.json would replace a run's or another library's; frozen heads alone may join any files.
     for path in (folder / CONFIG, folder / MANIFEST) if adapter.saves_weights else ():
         if path.is_file() and (path.name != CONFIG or read_json(path).get("schema") != SCHEMA):
             raise InputError(f"{path} was not written by saf.save; choose another folder")
     check_savable(adapter)
-    # Weights that another library saves are not in this folder: sums tell `load` whether it meets the same ones.
+    # Weights that another library saves are not in this folder: `load` compares sums to find whether they are the same.
     state, tensors = description_of(adapter, checksums=not adapter.saves_weights)
     with new_files(folder) as new:
         weights = []

@@ -469,7 +469,7 @@ class TrainLossProposer(Proposer):
         """Decide whether the step of that moment is absorbed or must be undone, Eq. (S.24)."""
         elapsed = self.count - count
         # Before one half-life most of the average is of losses before the event: nearly any step would pass. Asked at
-        # once, simulated runs kept groups that raise the loss by 0.1 nats for good (docs/log.md).
+        # once, simulated runs accepted groups that raise the loss by 0.1 nats for good (docs/log.md).
         if elapsed < self.half_life:
             return
         excess = self.fast - (fast - descent * elapsed)

@@ -398,6 +398,13 @@ def _answer_rows(k: str) -> Iterator[Row]:
     yield from rows(_OWN_CLOCK.format(**names), reference=trunk, first_seed=True)
 
 
+_ANSWER_LINES = """
+    line                  | arm                               | metric
+    frozen                | {k}-exponential-{r}{tick}         | delta
+    pruned                | {k}-exponential-{r}-pruned{tick}  | delta
+    pruned by gate-Taylor | {k}-gate-taylor-{r}{tick}         | delta
+"""
+
 RECIPES["answer"] = Recipe(
     title="Freezing, pruning and ordinary attention near convergence",
     also=("tab:equal-time-controls",),
@@ -414,42 +421,8 @@ RECIPES["answer"] = Recipe(
             title="Change of perplexity from ordinary attention, %, with 95% intervals",
             xlabel="matched",
             panels={
-                "16K of context, 50% of heads": curves(
-                    _ENDS,
-                    """
-                    line                  | arm                             | metric
-                    frozen                | 16k-exponential-50{tick}        | delta
-                    pruned                | 16k-exponential-50-pruned{tick} | delta
-                    pruned by gate-Taylor | 16k-gate-taylor-50{tick}        | delta
-                    """,
-                ),
-                "16K of context, 25% of heads": curves(
-                    _ENDS,
-                    """
-                    line                  | arm                             | metric
-                    frozen                | 16k-exponential-25{tick}        | delta
-                    pruned                | 16k-exponential-25-pruned{tick} | delta
-                    pruned by gate-Taylor | 16k-gate-taylor-25{tick}        | delta
-                    """,
-                ),
-                "4K of context, 50% of heads": curves(
-                    _ENDS,
-                    """
-                    line                  | arm                            | metric
-                    frozen                | 4k-exponential-50{tick}        | delta
-                    pruned                | 4k-exponential-50-pruned{tick} | delta
-                    pruned by gate-Taylor | 4k-gate-taylor-50{tick}        | delta
-                    """,
-                ),
-                "4K of context, 25% of heads": curves(
-                    _ENDS,
-                    """
-                    line                  | arm                            | metric
-                    frozen                | 4k-exponential-25{tick}        | delta
-                    pruned                | 4k-exponential-25-pruned{tick} | delta
-                    pruned by gate-Taylor | 4k-gate-taylor-25{tick}        | delta
-                    """,
-                ),
+                f"{k.upper()} of context, {r}% of heads": curves(_ENDS, _ANSWER_LINES.format(k=k, r=r, tick="{tick}"))
+                for k, r in product(("16k", "4k"), ("50", "25"))
             },
             continuous=False,
         ),

@@ -321,7 +321,7 @@ def _write_scores(b_a0, b_l0, total, square, gain, B, p_scalar, stride):
     count = tl.cast(B, tl.float32)
     b_shift = total / count
     b_mean = b_a0 + b_shift
-    # log(mean / A_0), exactly zero if nothing deviates. Only where A_0 vanishes does it take the logarithms apart.
+    # log(mean / A_0), exactly zero if nothing deviates. Only where A_0 vanishes does it take the logarithms separately.
     b_ratio = tl.where(
         b_a0 > TINY, tl.log2(1 + b_shift / tl.maximum(b_a0, TINY)), tl.log2(tl.maximum(b_mean, TINY)) - b_l0
     )

@@ -111,7 +111,7 @@ class Command:
             return
         if not self.out.is_dir():
             raise InputError(f"{self.out} is a file; --out takes a folder")
-        # A folder is recognised by its files: a run and an evaluation in one folder could not be told apart.
+        # A folder is recognised by its files: a run and an evaluation in one folder could not be distinguished.
         others = sorted({path.name for path in self.out.iterdir()} - {*EVALUATION_FILES, *ZERO_SHOT_FILES})
         if others:
             raise InputError(f"{self.out} holds {others[0]}, which `saf evaluate` did not write; name a new folder")

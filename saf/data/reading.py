@@ -37,7 +37,7 @@ _NOT_PROSE = {"test", "tests", "site-packages", "dist-packages", "encodings", "p
 
 
 class MissingFieldError(DataError):
-    """A record lacks the field that should hold its text."""
+    """A record has no field of the name that should hold its text."""
 
 
 # --- sources of documents

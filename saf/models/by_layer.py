@@ -91,7 +91,7 @@ def _program(function: Callable[..., Any], *modules: nn.Module) -> Callable[...,
 
 
 def _shapes(module: nn.Module) -> Hashable:
-    """Return what a module's program depends on apart from the values of its inputs."""
+    """Return what a module's program depends on, except the values of its inputs."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     shapes = tuple((name, tuple(t.shape), t.dtype, t.device, t.requires_grad) for name, t in tensors)
     if not isinstance(module, Attention):

@@ -291,7 +291,7 @@ class Attention(LayoutMixin):
             return (F.linear(x[..., :0], plain_weight(self.o_proj).detach()),)
         # Frozen heads have values alone (paper, section 3.3).
         read = (self.q_proj, self.k_proj, self.v_proj) if num_live else (self.v_proj,)
-        # Joined in each pass: a joined copy that is kept would be stale after an optimiser's step. One product, with
+        # Joined in each pass: a stored copy would be stale after an optimiser's step. One product, with
         # heads in memory order, makes an update of 331.5 ms take 322.8 (124M, 4K, H200).
         weight = torch.cat([plain_weight(each) for each in read])
         packed = F.linear(x, weight).unflatten(-1, (-1, self.head_dim))
@@ -299,7 +299,7 @@ class Attention(LayoutMixin):
         if rotation is not None:
             query, key = rotate(query, rotation), rotate(key, rotation)
         query, key, value = (heads.transpose(1, 2) for heads in (query, key, value))
-        # Of many tokens, live and frozen heads are projected apart: 1.7 to 9.2% less memory in an update.
+        # Of many tokens, live and frozen heads are projected separately: 1.7 to 9.2% less memory in an update.
         if num_live and self.frozen is not None:
             return self.live(query, key, value, left_pad, self.frozen, plain_weight(self.o_proj))
         if self.frozen is None:

@@ -274,7 +274,7 @@ def append_event(
 ) -> EventRecord:
     """Record one more event in an existing folder, and return the record."""
     number = 1 + max((event.number for event in read_events(folder)), default=0)
-    # Tensors first: a line must not name a file that a kill in between kept from being written.
+    # Tensors first: after a kill in between, a line must not name a file that was never written.
     line: dict[str, Any] = {"number": number, "kind": kind}
     if tensors:
         line["tensors"] = f"event-{number}.safetensors"

@@ -35,7 +35,7 @@ PATHS = ("test", "tokenizer")
 Record = dict[str, Any]
 LeftOut = defaultdict[str, list[str]]
 """The ids of examples that are not used, by reason."""
-# Random streams of the order of examples and of the calibration draw, apart from those of `saf.data.loader`.
+# Random streams of the order of examples and of the calibration draw, none of them one of `saf.data.loader`.
 _ORDER, _CALIBRATION = 17, 18
 
 
@@ -133,7 +133,7 @@ class FinetuneTask(Task):
 
     def _hash(self) -> str:
         """Return the SHA-256 of the tokenizer and of all examples, as they are split."""
-        # Of tokens, not of files: a file may move or be compressed, and settings may change what is made of it.
+        # Of tokens, not of files: a file may move or be compressed, and settings may change its tokens.
         parts = [self.tokenizer.fingerprint]
         for examples in (self.examples, self.development, self.test):
             digest = hashlib.sha256()
@@ -427,9 +427,9 @@ def encode_examples(
     """
     result, encode = [], tokenizer.encode_batch
     prompts = encode([each.text + each.question for each in examples])
-    # Apart, for the examples that are shortened: tokens of the whole may span the end of the text.
+    # Separately, for the examples that are shortened: tokens of the whole may span the end of the text.
     texts, questions = encode([each.text for each in examples]), encode([each.question for each in examples])
-    # Choices apart from the prompt, so that it is the same whatever follows; and once each, as most tasks have few.
+    # Choices without the prompt, so that its tokens are the same whatever follows; once each, as most tasks have few.
     different = list(dict.fromkeys(choice for each in examples for choice in each.choices))
     tokens_of = dict(zip(different, map(tuple, encode(different)), strict=True))
     for example, text, question, prompt in zip(examples, texts, questions, prompts, strict=True):
@@ -463,7 +463,7 @@ def stratified(labels: Sequence[Any], share: float, *, seed: int) -> list[int]:
     missing = round(len(labels) * share) - sum(take.values())
     for name in sorted(names, key=lambda name: take[name] - exact[name])[: max(missing, 0)]:
         take[name] += 1
-    draw = generator(0, seed, 0x5A17)  # the number only keeps this draw apart from others of the seed
+    draw = generator(0, seed, 0x5A17)  # the number makes this draw differ from others of the seed
     drawn = {name: draw.permutation(len(members[name]))[: take[name]] for name in names}
     return sorted(members[name][place] for name in names for place in drawn[name])
 

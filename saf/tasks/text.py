@@ -153,7 +153,7 @@ def evaluate_perplexity(
     windows = windows if bos is None else prepend_token(windows, bos)
     ran_in = precision_in_use(model, precision)  # before the work, since it refuses some
     log_probs = _log_probs(model, windows.split(batch_size), precision=precision, progress=progress)
-    # In float64: two models are told apart by a thousandth of a nat, over millions of tokens.
+    # In float64: two models may differ by a thousandth of a nat, over millions of tokens.
     loss = -float(log_probs.mean(dtype=torch.float64))
     if not math.isfinite(loss):
         raise DivergenceError(f"the loss on partition {partition!r} is {loss}: the model's outputs are not finite")

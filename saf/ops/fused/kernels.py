@@ -168,7 +168,7 @@ def _patterns(tables: FusedTables) -> tuple[Any, ...]:
 
 
 def _kinds(counts: Sequence[int]) -> dict[str, Any]:
-    """Return constants that leave out the code of kinds of heads that a layer lacks."""
+    """Return constants that leave out the code of absent kinds of heads."""
     names = "HAS_LIVE", "HAS_COMPACT", "HAS_DENSE"
     return {name: count > 0 for name, count in zip(names, counts, strict=True)} | {"PAD": PAD}
 
@@ -197,7 +197,7 @@ def fused_forward_kernel(
     scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
 
     # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in op.py. Nested ifs, because HAS_* are compile-time
-    # constants: the code of a kind that the layer lacks is left out.
+    # constants: the code of an absent kind is left out.
     if HAS_LIVE:  # noqa: SIM102
         if state == 0:
             i_q = tl.load(query_ptr + i_h).to(tl.int64)

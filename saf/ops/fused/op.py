@@ -283,7 +283,7 @@ def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
 
 
 def few_tables(patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.device, kv_head: ValueHeads) -> Tables:
-    """Return the tables of `mix_few` for compact patterns, beside those of another backend; {} where it cannot run."""
+    """Return the tables of `mix_few` for compact patterns, in addition to another backend's; {} where it cannot run."""
     if kv_head is None or not serves_few(device, dtype):
         return {}
     first = [pattern.prefix(min(MAX_LENGTH, pattern.length)) for pattern in patterns]
