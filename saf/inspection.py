@@ -178,8 +178,8 @@ def _layer_patterns(path: Path, tensors: Mapping[str, Tensor], layer: int, heads
 def _costs(path: Path, edited: HeadSet) -> list[dict[str, Any]]:
     """Return what each event cost that still has edited heads, where the folder has a record of it.
 
-    `saf freeze` writes events.jsonl; the configuration of a model of transformers keeps less, and keeps it when saved
-    again.
+    `saf freeze` writes events.jsonl. The configuration of a model of transformers has a shorter record, which it still
+    has when the model is saved again.
     """
     recorded = (_config_of(path).get("saf") or {}).get("events", [])
     costs: list[dict[str, Any]] = []
