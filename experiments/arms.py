@@ -32,8 +32,8 @@ class Arm:
     """Changes of the scale's settings, or of the parent's."""
     scaled: Mapping[str, Settings] = field(default_factory=dict)
     """Further changes at single scales."""
-    context: int = 4_096
-    """Tokens of context at the paper's scale of a run from initialisation; other scales have their own for it."""
+    context: int | None = None
+    """Tokens of context at the paper's scale; other scales have their own for it. None is the parent's, or 4,096."""
     parent: str | None = None
     """The arm whose checkpoint it continues from; None starts from initialisation."""
     at: float = 0.5
@@ -247,6 +247,20 @@ def _linear_time() -> Iterator[Arm]:
         yield timed(name=f"{k}-ordinary-clock")
         yield timed(name=f"{frozen}-clock", settings=freeze(0.5, storage="exponential"))
         yield timed(name=f"{frozen}-pruned-clock", settings=PRUNE, heads=frozen)
+
+
+def _staged() -> Iterator[Arm]:
+    """Yield arms that train at 4K first, which is cheaper, and at 16K from 40% of the updates on."""
+    trunk, frozen = "16k-staged-ordinary", "16k-staged-exponential-50"
+    # A tenth of the updates before the event, in which heads learn to attend beyond 4K.
+    yield Arm(name=trunk, parent="4k-ordinary", at=0.4, context=CONTEXTS["16k"])
+    for name, settings, heads, kind in (
+        (frozen, freeze(0.5, storage="exponential"), None, "exponential"),
+        (f"{frozen}-pruned", PRUNE, frozen, "pruned"),
+    ):
+        branch = partial(Arm, parent=trunk, settings=settings, heads=heads)
+        yield branch(name=name)
+        yield branch(name=f"{name}-time", match=trunk, scaled=matched_time("16k", kind, 0.5))
 
 
 PEAK_RATES = {"3e-4": 3e-4, "6e-4": 6e-4, "1e-3": 1e-3, "2e-3": 2e-3, "3e-3": 3e-3}
@@ -583,7 +597,17 @@ OWN_ARMS: list[Arm] = []
 @cache
 def arms() -> dict[str, Arm]:
     """Return all arms by name; raise InputError where two have one name."""
-    pretrained = (_contexts, _exponential, _linear_time, _peak_rates, _freeze_times, _patterns, _schedules, _scores)
+    pretrained = (
+        _contexts,
+        _exponential,
+        _linear_time,
+        _staged,
+        _peak_rates,
+        _freeze_times,
+        _patterns,
+        _schedules,
+        _scores,
+    )
     further = (_variants, _bought, _later, _one_billion)
     finetuned = (_recall, _downstream, _during, _pruning_downstream, _stages)
     by_name: dict[str, Arm] = {}

@@ -70,8 +70,12 @@ class Run:
         """The settings that differ from its parent's; without a parent, the scale's settings with the arm's."""
         own = merge(self.arm.settings, self.arm.scaled.get(self.scale.base, {}))
         if self.arm.parent is None:
-            own = merge(self.scale.settings_at(self.arm.context), own)
+            own = merge(self.scale.settings_at(self.arm.context or 4_096), own)
             own["updates"] += round(self.arm.extra_updates * own["updates"])
+        elif self.arm.context is not None:
+            # Another length, with as many tokens an update; the number of updates stays the parent's.
+            batches = self.scale.contexts[self.arm.context]
+            own = merge({name: value for name, value in batches.items() if name != "updates"}, own)
         elif self.arm.extra_updates:
             before = self.needs["parent"].updates
             own = {"updates": before + round(self.arm.extra_updates * before), "lr_start": self.step, **own}

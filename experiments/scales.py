@@ -143,7 +143,12 @@ SCALES = {
         Scale(
             name="smoke",
             settings=_SMOKE,
-            contexts={1_024: {"length": 32}, 4_096: {"length": 32}, 8_192: {"length": 48}, 16_384: {"length": 64}},
+            contexts={
+                1_024: {"length": 32},
+                4_096: {"length": 32},
+                8_192: {"length": 48},
+                16_384: {"length": 64, "batch_size": 2},  # as many tokens an update as at 4K
+            },
             seeds=(1337,),
             vocabulary=512,
         ),

@@ -151,12 +151,18 @@ class Checkpoint:
     def update(self) -> int:
         return int(self.state["update"])
 
-    def model(self, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
+    @property
+    def shape(self) -> GPTConfig:
+        return GPTConfig.from_dict(self.state["model"])
+
+    def model(
+        self, device: torch.device | str = "cpu", *, backend: str | None = None, shape: GPTConfig | None = None
+    ) -> GPT:
         """Build the model with its frozen heads; they run by `backend`, by default the one that they were saved with.
 
-        Where the saved one cannot run here, a warning says so.
+        Where the saved one cannot run here, a warning says so. A `shape` may have another length than the saved one.
         """
-        model = GPT.skip_init(GPTConfig.from_dict(self.state["model"]), device)
+        model = GPT.skip_init(shape or self.shape, device)
         heads = read_json(self.path / "saf.json", error=CheckpointError)
         patterns = read_tensors(self.path / "saf.safetensors", error=CheckpointError)
         restore_(model, heads, patterns, backend=backend)

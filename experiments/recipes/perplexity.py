@@ -380,6 +380,13 @@ _OWN_CLOCK = """
     {k}-exponential-50-clock        | {K} 50% frozen, own clock             |
     {k}-exponential-50-pruned-clock | {K} 50% same heads pruned, own clock  | {k}-exponential-50-clock
 """
+_STAGED = """
+    arm             | label                                            | against
+    {f}-time        | 4K, then 16K: 50% frozen, matched time             |
+    {f}-pruned-time | 4K, then 16K: 50% same heads pruned, matched time  | {f}-time
+    {f}             | 4K, then 16K: 50% frozen, matched tokens           |
+    {f}-pruned      | 4K, then 16K: 50% same heads pruned, matched tokens | {f}
+"""
 _ENDS = {"tokens": "", "time": "-time"}
 """Ticks of the figure `arms`: the ending of their arms."""
 
@@ -398,6 +405,13 @@ def _answer_rows(k: str) -> Iterator[Row]:
     yield from rows(_OWN_CLOCK.format(**names), reference=trunk, first_seed=True)
 
 
+def _staged_rows() -> Iterator[Row]:
+    """Yield the rows of models whose first 40% train at 4K."""
+    trunk = "16k-staged-ordinary"
+    yield Row(arm=trunk, label="4K, then 16K: ordinary")
+    yield from rows(_STAGED.format(f="16k-staged-exponential-50"), reference=trunk)
+
+
 _ANSWER_LINES = """
     line                  | arm                               | metric
     frozen                | {k}-exponential-{r}{tick}         | delta
@@ -408,7 +422,7 @@ _ANSWER_LINES = """
 RECIPES["answer"] = Recipe(
     title="Freezing, pruning and ordinary attention near convergence",
     also=("tab:equal-time-controls",),
-    rows=(*_answer_rows("16k"), *_answer_rows("4k")),
+    rows=(*_answer_rows("16k"), *_staged_rows(), *_answer_rows("4k")),
     metrics=split_words("""
         perplexity delta difference extra_tokens tokens estimate_at_measured_gain estimate_at_paper_gain token_gain
         updates minutes intervention context_gain heads exponential fit_kl window perplexity_to_4k
@@ -427,7 +441,10 @@ RECIPES["answer"] = Recipe(
             continuous=False,
         ),
     ),
-    smoke=split_words("16k-exponential-50-time 16k-exponential-50-pruned-time 16k-gate-taylor-50 16k-ordinary-more"),
+    smoke=split_words("""
+        16k-exponential-50-time 16k-exponential-50-pruned-time 16k-gate-taylor-50 16k-ordinary-more
+        16k-staged-exponential-50-time
+    """),
     notes=(
         "The question is that of the paper's Table 15, whose models are of 124M and 2.46B tokens.",
         "Speeds are those of 124M with heads frozen in linear time and with the same heads pruned, measured in one run "

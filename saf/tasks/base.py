@@ -150,7 +150,11 @@ class Task(ABC):
 
     def state(self, update: int) -> dict[str, Any]:
         """Return the entries of a checkpoint's state.json about the data after `update` updates."""
-        state = {"sampler_position": update * self.windows_per_update, "data_fingerprint": self.fingerprint}
+        state = {
+            "sampler_position": update * self.windows_per_update,
+            "length": self.length,
+            "data_fingerprint": self.fingerprint,
+        }
         return state if self.tokenizer_hash is None else state | {"tokenizer": self.tokenizer_hash}
 
     def check_continues(self, state: dict[str, Any], path: Path) -> None:
@@ -159,11 +163,12 @@ class Task(ABC):
             other = f"fingerprint {state['data_fingerprint'][:16]}, this run's is {self.fingerprint[:16]}"
             remedy = "use its data, settings and seed, or --fresh"
             raise CheckpointError(f"{path} was trained on other data: {other}; {remedy}")
-        # Updates of another size would train on some sequences twice, or skip some.
-        if state["sampler_position"] != state["update"] * self.windows_per_update:
-            used = state["sampler_position"] // max(state["update"], 1)
-            sizes = f"{self.settings.batch_size} x {self.settings.accumulation}"
-            raise InputError(f"batch_size x accumulation must be {used} as in {path}, got {sizes}")
+        # Updates of another size would train on some sequences twice, or skip some. Windows of another length have an
+        # order of their own, and training goes on in it after as many tokens.
+        if (tokens := state["sampler_position"] * state["length"]) != state["update"] * self.targets_per_update:
+            used = tokens // max(state["update"], 1)
+            sizes = f"{self.settings.batch_size} x {self.settings.accumulation} x {self.length}"
+            raise InputError(f"batch_size x accumulation x length must be {used} as in {path}, got {sizes}")
 
 
 # --- running a model to measure it

@@ -49,7 +49,8 @@ class TrainConfig:
     """Change these fields of the preset, for example num_layers 2 position learned. Without vocab_size the vocabulary
     is the tokenizer's, rounded up to a multiple of 64."""
     length: int | None = None
-    """Train on this number of tokens a sequence; by default the preset's longest context."""
+    """Train on this number of tokens a sequence; by default the preset's longest context. A run may go on from a parent
+    of another length, with as many tokens an update."""
     batch_size: int = 8
     """Put this number of sequences into a micro-batch."""
     accumulation: int = 1

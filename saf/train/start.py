@@ -8,7 +8,7 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ from saf.freeze_config import check_heads
 from saf.heads import HeadLayout
 from saf.machine import Execution
 from saf.models import GPT, GPTConfig
-from saf.models.adapter import adapter_for
+from saf.models.adapter import adapter_for, longest_input
 from saf.ops.frozen_heads import choose_backend
 from saf.ops.live import pinned
 from saf.ops.loss_and_gelu import chunk_rows
@@ -286,7 +286,9 @@ def _open_origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task
     if (path := own or config.parent) is None:
         return Origin()
     checkpoint = open_checkpoint(path)
-    if differing := "; ".join(mismatches(shape.to_dict(), checkpoint.state["model"])):
+    # The tables of rotary positions follow from the length, so training may go on with longer or shorter sequences.
+    same = checkpoint.shape if shape.position == "learned" else replace(checkpoint.shape, max_length=shape.max_length)
+    if differing := "; ".join(mismatches(shape.to_dict(), same.to_dict())):
         raise CheckpointError(f"{checkpoint.path} must hold the settings' model and vocabulary: {differing}")
     if own is None:
         parent = _parent_entry(config, checkpoint)
@@ -326,7 +328,10 @@ def _build(
     if checkpoint := origin.checkpoint:
         # "auto" chose a backend at the event; the checkpoint names it, so that resuming is exact.
         named = config.freeze.backend if config.freeze and config.freeze.backend != "auto" else None
-        model = checkpoint.model(execution.device, backend=named)
+        model = checkpoint.model(execution.device, backend=named, shape=shape)
+        limit, length = longest_input(model), context_length(config)
+        if limit is not None and length > limit:
+            raise InputError(f"length must be at most {limit}, which the parent's frozen heads take, got {length}")
     else:
         model = GPT.skip_init(shape)
         # Drawn on the CPU, so that a seed means the same weights on every device.

@@ -93,8 +93,9 @@ def test_goes_on_only_from_its_own_data_and_updates_of_its_size(task, settings, 
     task.check_continues(state, tmp_path)
     with pytest.raises(CheckpointError, match="was trained on other data: fingerprint 0000"):
         task.check_continues({**state, "data_fingerprint": "0" * 64}, tmp_path)
-    with pytest.raises(InputError, match=r"must be 6 .* got 5 x 3"):
+    with pytest.raises(InputError, match=r"must be 96 .* got 5 x 3 x 16"):
         TextTask(replace(settings, batch_size=5), length=LENGTH).check_continues(state, tmp_path)
+    TextTask(replace(settings, batch_size=1), length=2 * LENGTH).check_continues(state, tmp_path)
     few = TextTask(replace(settings, calibration_sequences=100_000), length=LENGTH)
     few.check(calibrates=False, scores_outputs=False)
     with pytest.raises(DataError, match="calibration needs 100000 windows of length 16"):

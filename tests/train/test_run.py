@@ -112,6 +112,20 @@ def test_the_rate_rises_again_after_an_event(settings, finished, outcome):
     assert continue_from(f"{arm.out}/checkpoints/step-9", out="again").rewarm == 0
 
 
+def test_a_branch_goes_on_with_sequences_of_another_length(settings, finished):
+    parent = finished(settings(), "ordinary") / "checkpoints" / "step-6"
+    longer = {"length": 64, "batch_size": 2}
+    frozen = continue_from(parent, out=settings("longer").out, freeze=FREEZE, **longer)
+    result = pretrain(frozen)
+    assert (result["tokens"], read_evaluation(frozen.out)[0]["length"]) == (12 * 4 * 2 * 32, 64)
+    (event,) = read_events(frozen.out)
+    assert event.tensors()["alpha"].shape == (2, 64)
+    for length, batch_size, words in ((128, 1, "at most 64"), (64, 4, "must be 256 .* got 4 x 2 x 64")):
+        changes = {"length": length, "batch_size": batch_size}
+        with pytest.raises(InputError, match=words):
+            pretrain(continue_from(result["checkpoint"], out=settings("no").out, updates=20, **changes))
+
+
 def test_branches_before_the_first_update_and_after_the_last(settings, outcome):
     whole = settings("whole", save_at=(0.0,), updates=6)
     pretrain(whole)
@@ -353,7 +367,7 @@ def test_parents_that_cannot_be_continued_are_refused(settings, finished):
     ):
         with pytest.raises(InputError, match=words):
             continue_from(folder / "step-6", out="x", **changes)
-    with pytest.raises(InputError, match="batch_size x accumulation must be"):
+    with pytest.raises(InputError, match="batch_size x accumulation x length must be"):
         pretrain(continue_from(folder / "step-6", out=settings("other").out, batch_size=3))
     with pytest.raises(InputError, match="updates must be above the 12"):
         pretrain(continue_from(folder / "step-12", out=settings("late").out))
