@@ -165,8 +165,9 @@ class Task(ABC):
             raise CheckpointError(f"{path} was trained on other data: {other}; {remedy}")
         # Updates of another size would train on some sequences twice, or skip some. Windows of another length have an
         # order of their own, and training goes on in it after as many tokens.
-        if (tokens := state["sampler_position"] * state["length"]) != state["update"] * self.targets_per_update:
-            used = tokens // max(state["update"], 1)
+        used = state["sampler_position"] * state["length"]
+        if used != state["update"] * self.windows_per_update * self.length:
+            used //= max(state["update"], 1)
             sizes = f"{self.settings.batch_size} x {self.settings.accumulation} x {self.length}"
             raise InputError(f"batch_size x accumulation x length must be {used} as in {path}, got {sizes}")
 
