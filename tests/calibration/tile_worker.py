@@ -7,8 +7,6 @@ import tempfile
 
 import torch
 
-import tests.quick_interpreter  # noqa: F401
-
 FAR = 2**30 + 40
 """Elements between heads and between sequences: itself within 32 bits, its multiples from 2 on not."""
 CASES = {

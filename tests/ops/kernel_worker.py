@@ -9,8 +9,6 @@ import sys
 
 import torch
 
-import tests.quick_interpreter  # noqa: F401
-
 if __name__ == "__main__":
     torch.set_num_threads(2)
     device, results = "cuda" if torch.cuda.is_available() else "cpu", {}
