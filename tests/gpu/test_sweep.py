@@ -61,7 +61,7 @@ CASES = {case.name: case for case in TOEPLITZ + FUSED + REFERENCE}
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.usefixtures("compiled_kernels", "nan_empty")
+@pytest.mark.usefixtures("nan_empty")
 def test_outputs_and_gradients_keep_their_budgets(name):
     case = CASES[name]
     assert uses_triton(torch.device("cuda"), case.dtype)
