@@ -1,6 +1,5 @@
 import gc
 import os
-import shutil
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,15 +21,6 @@ REAL_HEADS = Path(__file__).parent / "fixtures" / "rope-124m-4k-12-heads.npz"
 float32: in float16 the fits would miss their reference by 2e-3 nats, a thousand times more.
 """
 LOCAL_HOSTS = ("127.0.0.1", "::1", "localhost")
-# Chromium must not call home, and has no sandbox of its own when run as root in a container.
-CHROMIUM_FLAGS = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 
 hypothesis.settings.register_profile("saf", deadline=None, derandomize=True, max_examples=25, database=None)
 hypothesis.settings.load_profile("saf")
@@ -119,24 +109,3 @@ def nan_empty() -> Iterator[None]:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-
-
-@pytest.fixture(scope="session")
-def chromium():
-    """A headless Chromium, driven by Playwright."""
-    program = shutil.which("chromium") or shutil.which("google-chrome")
-    if program is None:
-        pytest.skip("no chromium or google-chrome on this machine")
-    sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
-    with sync_api.sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=program, args=CHROMIUM_FLAGS)
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(chromium):
-    """A new page that cannot reach the network; mark the test `browser`."""
-    context = chromium.new_context(offline=True)
-    yield context.new_page()
-    context.close()
