@@ -1,19 +1,15 @@
 """The scripts of benchmarks/ end to end on a CPU at toy size, and what their numbers must be."""
 
 import json
-from pathlib import Path
 from statistics import fmean, median, stdev
 
 import pytest
 import torch
 
-import saf
-from benchmarks import accuracy, attention, compiling, finetuning, freezing, nanogpt
+from benchmarks import accuracy, compiling, finetuning, freezing
 from saf.bench.protocol import Point
 from saf.data.tokenizer import train_bpe
-from saf.errors import InputError
 from saf.machine import Execution
-from saf.models import GPT
 from saf.records.files import read_json
 from saf.report.benchmarks import tables
 from saf.tasks import TASKS, FinetuneSettings
@@ -40,47 +36,6 @@ def test_freezing_is_timed_stage_by_stage(tmp_path):
         assert row["seconds"] == median(row["spread"]["all"])
         for number, whole in enumerate(row["spread"]["all"]):
             assert sum(stage["all"][number] for stage in row["stages"].values()) == pytest.approx(whole)
-
-
-def test_attention_layers_run_on_the_inputs_of_the_first():
-    model = GPT(saf.preset("tiny", vocab_size=40, max_length=32)).eval()
-    tokens = torch.randint(40, (2, 16))
-    layers = attention.AttentionLayers(model, tokens)
-    with torch.no_grad():
-        last = model.attention_layers()[-1](*layers.inputs[0], **layers.inputs[1])
-        assert torch.equal(layers(), last)
-
-
-MODEL = """
-import torch
-from dataclasses import dataclass
-
-@dataclass
-class GPTConfig:
-    block_size: int; vocab_size: int; n_layer: int; n_head: int; n_embd: int; dropout: float; bias: bool
-
-class GPT(torch.nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.embed = torch.nn.Embedding(config.vocab_size, config.n_embd)
-    def configure_optimizers(self, decay, rate, betas, kind):
-        return torch.optim.AdamW(self.parameters(), lr=rate, betas=betas, weight_decay=decay)
-    def forward(self, inputs, targets):
-        logits = self.embed(inputs) @ self.embed.weight.T
-        return logits, torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-"""
-
-
-def test_updates_beside_nanogpts(tmp_path):
-    (tmp_path / "model.py").write_text(MODEL)
-    words = f"--nanogpt {tmp_path} --model tiny --points 16x1x2 --out {tmp_path}/nanogpt.json {SMALL}"
-    assert nanogpt.main(words.split()) == 0
-    record = read_json(tmp_path / "nanogpt.json")
-    control, ours = record["rows"]
-    assert (control["control"], ours["control"]) == (True, False)
-    assert ours["control_ratio"] == control["ratio"]
-    with pytest.raises(InputError, match=r"model\.py does not exist"):
-        nanogpt.measure(nanogpt.AgainstNanoGPT(nanogpt=Path("nowhere")))
 
 
 @pytest.fixture(scope="module")

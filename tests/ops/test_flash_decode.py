@@ -51,15 +51,6 @@ def test_layers_with_frozen_heads_take_it_by_themselves_where_it_can_run(launche
     assert len(launches) == count
 
 
-def test_a_layer_of_frozen_heads_alone_reads_no_keys(launches):
-    pattern = synthetic_patterns(3, 40, torch.Generator())
-    frozen = FrozenHeads.from_patterns(pattern, dtype=torch.float16, kv_head=(0, 1, 2))
-    maps = op.decode_maps((0, 1, 2), 3, torch.device("cpu"))
-    frozen._add_tables(torch.float16, "toeplitz", frozen.tables(torch.float16) | maps)
-    mixed_attention(OWN["query"][:, :0], OWN["key"], OWN["value"], frozen)
-    assert [key.shape[1] for key in launches] == [0]
-
-
 def test_where_it_is_named_and_cannot_run_it_is_refused(launches):
     patterns = synthetic_patterns(1, 40, torch.Generator())
     reference = FrozenHeads.from_patterns(patterns, backend="reference", dtype=torch.float16, kv_head=(0, 1, 2))

@@ -24,15 +24,6 @@ def test_a_narrow_terminal_splits_no_number(capsys, monkeypatch, width):
         assert max(map(len, printed.splitlines())) <= width
 
 
-def test_a_long_word_is_folded_and_nothing_of_it_is_lost(capsys, monkeypatch):
-    monkeypatch.setenv("COLUMNS", "50")
-    digest = "0123456789abcdef" * 4
-    show({}, Table.of("files", ["file", "size", "sum"], [["a.json", "1.0 MB", digest]]), as_json=False)
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 50
-    assert "".join(line.split("│")[3].strip() for line in lines if line.startswith("│")) == digest
-
-
 MARKED = Table.of(
     "A title",
     ["name", "count", "what"],
@@ -55,14 +46,6 @@ def test_markdown_aligns_numbers_and_keeps_bars_in_their_cells():
         "",
         "- A note.",
     ]
-
-
-def test_facts_leave_out_what_is_unknown_and_used_columns_what_is_empty():
-    table = Table.facts("about", {"one": 1, "nothing": None})
-    assert table.rows == (("one", "1"),)
-    assert table.markdown().splitlines()[2:] == ["|  |  |", "| --- | ---: |", "| one | 1 |"]
-    table = Table.of("", ["a", "b", "c"], [["x", None, None]])
-    assert table.used().columns == ("a",)
 
 
 # --- text and numbers

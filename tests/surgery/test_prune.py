@@ -6,11 +6,10 @@ import pytest
 import torch
 
 import saf
-from benchmarks.accuracy import TENSORS, Accuracy, Layer, distance
 from saf.errors import CheckpointError, InputError
 from saf.frozen_state import description_of, restore_
 from saf.heads import HeadLayout, HeadSet
-from saf.models import GPT, GPTConfig
+from saf.models import GPT
 from saf.models.adapter import adapter_for
 from saf.surgery import finalize_, install_, prune_, uninstall_
 from tests.surgery.test_install import by_hand
@@ -67,39 +66,6 @@ def test_pruned_and_frozen_heads_of_one_model_compute_and_train_as_if_outputs_we
             assert parameter.numel() == 0, name
         else:
             torch.testing.assert_close(parameter.grad, exact, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("pruned", [(1, 3), (0, 1, 2)], ids=str)
-def test_the_seven_tensors_of_a_pruned_layer(precision, pruned):
-    """The paper's layer: output, gradients to input, values and the four weights, against float64 with zero outputs."""
-    layer = Layer.draw(Accuracy(frozen=pruned), torch.device("cpu"))
-    exact = layer.eager(frozen=False, pruned=True)
-    model = GPT(GPTConfig(vocab_size=64, num_layers=1, num_heads=4, hidden_size=256, max_length=192))
-    attention = model.attention_layers()[0]
-    for role, weight in attention.weights().items():
-        weight.data.copy_(layer.weights[role])
-    prune_(model, HeadSet((0, head) for head in pruned))
-    lowered = torch.bfloat16 if precision == "bf16" else None
-    x, values = layer.x.clone().requires_grad_(), []
-    attention.live.register_forward_pre_hook(lambda _, inputs: values.append(inputs[2]) or inputs[2].retain_grad())
-    with torch.autocast("cpu", lowered, enabled=lowered is not None):
-        output = attention(x, model.rotary(torch.arange(129)[None]), None)
-    output.backward(layer.upstream.to(output.dtype))
-    rows = rows_of(attention.layout.slots, 64)
-    actual = dict(zip(TENSORS, (output.detach(), x.grad, values[0].grad), strict=False))
-    actual |= {f"{role} projection": weight.grad for role, weight in attention.weights().items()}
-    assert actual.keys() == exact.keys()
-    ordinary = layer.eager(frozen=False, dtype=torch.float32, autocast=lowered)
-    unpruned = layer.eager(frozen=False, dtype=torch.float64)
-    for name, oracle in exact.items():
-        if name == "value":
-            oracle = oracle[:, list(attention.layout.slots)]
-        elif name.endswith("projection"):
-            oracle = oracle[:, rows] if name == "output projection" else oracle[rows]
-        error = distance(actual[name], oracle)["relative_l2"]
-        ordinary_error = distance(ordinary[name], unpruned[name])["relative_l2"]
-        assert error <= (1e-6 if lowered is None else 1.1 * ordinary_error), name
 
 
 def test_undoing_is_bit_exact_with_updates_between():

@@ -1,8 +1,5 @@
-"""Checkpoints: round trips to the last bit, damage by name, full disks, and processes that die while writing."""
+"""Checkpoints: round trips to the last bit, damage by name, and which are kept."""
 
-import os
-import resource
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +8,6 @@ import torch
 
 from saf.checkpoint import (
     checkpoints,
-    latest,
     load_model,
     open_checkpoint,
     optimizer_state,
@@ -22,10 +18,8 @@ from saf.checkpoint import (
 from saf.errors import CheckpointError
 from saf.models import GPT, preset
 from saf.patterns import CompactPattern
-from saf.records.files import remove_leftovers_
 from saf.surgery import install_, uninstall_
 from saf.train.step import build_optimizer, step_if_finite_
-from tests.train.helpers import start_process
 
 SHAPE = {"vocab_size": 64, "num_layers": 2, "hidden_size": 32, "num_heads": 4, "max_length": 16}
 FILES = ("model.safetensors", "optimizer.safetensors", "saf.safetensors", "saf.json", "state.json")
@@ -124,39 +118,6 @@ def test_what_is_missing_exists_already_or_is_of_another_model_is_refused(tmp_pa
     for changes, words in (({"hidden_size": 64}, "must have shape"), ({"num_layers": 1}, r"does not have.*blocks\.1")):
         with pytest.raises(CheckpointError, match=words):
             saved.optimizer(GPT(preset("tiny", **{**SHAPE, **changes})))
-
-
-def test_a_limit_on_file_sizes_is_explained(tmp_path, model, optimizer):
-    """The system's own refusal, from the functions that really write."""
-    write(tmp_path, 1, model, optimizer)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
-    try:
-        with pytest.raises(OSError, match=r"File too large.*step-2"):
-            write(tmp_path, 2, model, optimizer)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert os.listdir(tmp_path) == ["step-1"]
-
-
-def killed_during_a_write(folder: Path) -> None:
-    """Write a checkpoint, and die before the next one has its name; for a process of its own."""
-    model = GPT(preset("tiny", **SHAPE))
-    optimizer = build_optimizer(model)
-    write(folder, 1, model, optimizer)
-    Path.rename = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
-    write(folder, 2, model, optimizer)
-
-
-def test_killed_during_a_write(tmp_path):
-    """A process killed in the middle leaves a folder that nobody takes for a checkpoint."""
-    process = start_process(killed_during_a_write, tmp_path)
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
-    assert len(os.listdir(tmp_path)) == 2
-    assert open_checkpoint(latest(tmp_path)).update == 1
-    remove_leftovers_(tmp_path)
-    assert os.listdir(tmp_path) == ["step-1"]
 
 
 def test_order_and_pruning(tmp_path):

@@ -1,4 +1,4 @@
-"""One update: AdamW against PyTorch's plain one, its learning rate, layers computed again, and CUDA graphs in part."""
+"""One update: AdamW against PyTorch's plain one, its learning rate, and layers computed again."""
 
 import math
 from functools import partial
@@ -11,10 +11,8 @@ from saf.checkpoint import optimizer_state
 from saf.errors import InputError
 from saf.machine import Execution, rated_flops
 from saf.models import by_layer
-from saf.train import step
 from saf.train.start import update_memory
 from saf.train.step import (
-    GraphedPasses,
     Parallel,
     build_optimizer,
     learning_rate,
@@ -98,37 +96,6 @@ def gradients(model, compile: str, *, again: bool):
     loss.backward()
     grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     return [loss.detach(), *grads], sum(kept.values())
-
-
-class Replay:
-    """Stands for a CUDA graph on a CPU: it calls again, reading and writing the same memory."""
-
-    def __init__(self, call, **_):
-        self.call, self.outcome = call, call()
-
-    def __call__(self):
-        self.outcome.copy_(self.call())
-
-
-def test_graphed_passes_add_the_gradients_of_padded_micro_batches(model, monkeypatch):
-    monkeypatch.setattr(step, "GraphReplay", Replay)
-
-    def run(inputs, targets):
-        loss = model(inputs, targets=targets)
-        loss.backward()
-        return loss.detach()
-
-    graphed = GraphedPasses(run, model, torch.device("cpu"), pads=True)
-    for _ in range(2):
-        lengths, found = (LENGTH, 5, 5, 9, LENGTH), []
-        for call in (run, graphed):
-            model.zero_grad(set_to_none=True)
-            losses = [float(call(*batch(number, length=length))) for number, length in enumerate(lengths)]
-            found.append([losses, [p.grad.clone() for p in model.parameters() if p.grad is not None]])
-        assert found[0][0] == pytest.approx(found[1][0], rel=1e-5)
-        for one, other in zip(found[0][1], found[1][1], strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
-    assert set(graphed.graphs) == {(2, 8), (2, LENGTH)}
 
 
 def test_auto_compiles_on_cuda_and_by_layers_where_events_are_several(monkeypatch):
