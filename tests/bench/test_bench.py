@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 import saf
 from saf import bench
-from saf.bench.models import ModelPlan, synthetic_patterns
+from saf.bench.models import FlexAttention, ModelPlan, causal_blocks, synthetic_patterns
 from saf.bench.protocol import Arm, Point
 from saf.bench.speed import FreshSubject
 from saf.errors import InputError, SafError, UnsupportedError
@@ -54,6 +55,12 @@ def roles(record: dict[str, Any]) -> list[tuple[str, int]]:
     assert record["left_out"] == [], record["left_out"]
     assert record["finished"]
     return [(row["role"], row["heads"]) for row in record["rows"]]
+
+
+def test_flex_attention_is_causal_attention():
+    query, key, value = torch.randn(3, 2, 4, 200, 16).unbind()
+    (output,) = FlexAttention(causal_blocks(200, CPU))(query, key, value, None, None)
+    torch.testing.assert_close(output, scaled_dot_product_attention(query, key, value, is_causal=True))
 
 
 def test_update():

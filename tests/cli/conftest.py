@@ -18,22 +18,11 @@ def arms(text_data, tmp_path_factory) -> tuple[Path, Path]:
     """A trained ordinary run and the frozen one that continues from its midpoint; do not change them."""
     from saf.freeze_config import FreezeConfig
     from saf.train import TrainConfig, continue_from, pretrain
+    from tests.train.conftest import SMALL
 
     folder = tmp_path_factory.mktemp("cli-runs")
-    settings = {
-        "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
-        "length": 32,
-        "batch_size": 4,
-        "updates": 24,
-        "eval_every": 8,
-        "eval_windows": 4,
-        "save_every": 0,
-        "calibration_sequences": 4,
-        "tensorboard": False,
-        "quiet": True,
-        "device": "cpu",
-    }
-    pretrain(TrainConfig(data=str(text_data), out=str(folder / "ordinary"), **settings))
+    often = {"updates": 24, "eval_every": 8, "eval_windows": 4, "save_every": 0}
+    pretrain(TrainConfig(data=str(text_data), out=str(folder / "ordinary"), length=32, **SMALL, **often))
     parent = folder / "ordinary" / "checkpoints" / "step-12"
     pretrain(continue_from(parent, out=folder / "frozen", freeze=FreezeConfig(rate=0.25)))
     return folder / "ordinary", folder / "frozen"

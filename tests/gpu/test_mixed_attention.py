@@ -12,15 +12,12 @@ from saf.ops import FrozenHeads, mixed_attention
 from saf.patterns import DensePattern
 from saf.surgery import install_
 from tests.ops.hard_patterns import hard_patterns
+from tests.ops.layers import relative
 from tests.ops.operator_samples import check, registered, runnable
 
 pytestmark = pytest.mark.gpu
 CUDA = torch.device("cuda")
 LENGTH = 300
-
-
-def relative(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual.double() - expected).norm() / expected.norm()).item()
 
 
 def prepare(backend: str, count: int = 2, heads: int = 4) -> FrozenHeads:

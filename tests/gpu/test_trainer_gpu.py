@@ -1,6 +1,5 @@
 """FreezeCallback in a Trainer on a CUDA device: bf16 autocast, compiled or not, resumed from its checkpoint."""
 
-import copy
 import os
 import subprocess
 import sys
@@ -105,31 +104,3 @@ def test_compiled_it_loses_what_it_loses_uncompiled(tmp_path):
     compiled = train(tmp_path / "compiled", save_strategy="no", torch_compile=True)
     assert losses(compiled) == pytest.approx(losses(plain), rel=0.02)
     assert len(adapter_for(compiled.model).heads("frozen")) == 3
-
-
-@pytest.mark.parametrize(("device", "length"), [("cuda", 4096)])
-def test_a_step_of_a_long_input_is_that_of_the_reference_in_float32(device, length):
-    """Float32 queries and keys beside bfloat16 values, as autocast leaves them: calibration, forward and backward."""
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(vocab_size=VOCAB, max_position_embeddings=length, **SIZES)
-    model = transformers.LlamaForCausalLM(config).to(device)
-    tokens = torch.randint(0, VOCAB, (8, length))
-    with torch.autocast(device, torch.bfloat16):
-        report = saf.freeze_(model, tokens.split(4), saf.FreezeConfig(rate=0.5, max_fit_kl=9))
-    exact = copy.deepcopy(model)
-    saf.uninstall_(exact)
-    statistics = saf.calibrate(exact, tokens.split(4))
-    for head in report.heads:
-        actual, expected = report.statistics.eta_rel[head], statistics.eta_rel[head]
-        assert (actual - expected).norm() <= 0.02 * expected.norm()
-    assert report.patterns is not None
-    saf.install_(exact, report.heads, report.patterns, backend="reference")
-    rows, actual = tokens[:2].to(device), []
-    for one, autocast in ((model, True), (exact, False)):
-        with torch.autocast(device, torch.bfloat16, enabled=autocast):
-            loss = one(input_ids=rows, labels=rows, use_cache=False).loss
-        loss.backward()
-        actual.append([loss.detach(), *(weight.grad for weight in one.parameters() if weight.numel())])
-    torch.testing.assert_close(*(losses[0] for losses in actual), rtol=1e-3, atol=0)
-    for ours, theirs in zip(*actual, strict=True):
-        assert (ours - theirs).norm() <= 0.05 * theirs.norm()

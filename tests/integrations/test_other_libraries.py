@@ -57,7 +57,7 @@ def test_lora_after_freezing_trains_merges_and_opens_on_the_saved_model(family, 
     model = make(family)
     freeze(model, HeadSet([(0, 1), *((1, head) for head in range(4))]))
     model.save_pretrained(tmp_path / "frozen")
-    adapted = with_lora(model, *modules)
+    adapted = with_lora(opened(tmp_path, "frozen"), *modules)
     ids = tokens()
     optimizer = torch.optim.AdamW([each for each in adapted.parameters() if each.requires_grad], lr=1e-2)
     losses = []
@@ -72,6 +72,8 @@ def test_lora_after_freezing_trains_merges_and_opens_on_the_saved_model(family, 
     peft = pytest.importorskip("peft")
     again = peft.PeftModel.from_pretrained(opened(tmp_path, "frozen"), tmp_path / "adapter").eval()
     torch.testing.assert_close(logits(again), logits(adapted))
+    with pytest.raises(UnsupportedError, match="frozen first"):
+        opened(tmp_path, "adapter")
     with pytest.raises(UnsupportedError, match="merge adapters"):
         saf.uninstall_(again)
     torch.testing.assert_close(logits(adapted.merge_and_unload()), logits(again), rtol=1e-3, atol=1e-3)

@@ -15,6 +15,9 @@ pytest.importorskip("accelerate")
 
 from saf.integrations.transformers import FreezeCallback, text_sequences
 
+RISING = [tokens(2, seed=11)]
+"""Held-out text whose loss rises by freezing."""
+
 
 def callback(schedule=None, config=CONFIG, **options):
     return FreezeCallback(config, [tokens()], schedule or saf.OneTime(0.5), **options)
@@ -68,7 +71,7 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, tmp_path):
     options = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 2, "family": family}
 
     def new_callback():
-        return callback(when, config, heldout=[tokens(2, seed=11)])  # whose loss rises by freezing
+        return callback(when, config, heldout=RISING)
 
     whole = trainer(tmp_path / "whole", first := new_callback(), **options)
     whole.train()
@@ -249,27 +252,6 @@ def test_the_rest_of_several_events_comes_when_it_was_to_come(tmp_path):
 ALL = saf.FreezeConfig(rate=1.0, max_fit_kl=99)
 
 
-def sharp():
-    """A model whose attention decides what it predicts."""
-    model = make("llama")
-    for layer in model.model.layers:
-        layer.self_attn.q_proj.weight.data *= 30
-        layer.self_attn.k_proj.weight.data *= 10
-        layer.self_attn.o_proj.weight.data *= 100
-    model.lm_head.weight.data *= 30
-    return model
-
-
-def spoken(model):
-    """Sequences that the model itself says, so that any other predicts them worse."""
-    generator, ids = torch.Generator().manual_seed(3), tokens(4, 1)
-    while ids.shape[1] < LENGTH:
-        with torch.no_grad():
-            logits = model(ids, use_cache=False).logits[:, -1]
-        ids = torch.cat([ids, torch.multinomial(logits.softmax(-1), 1, generator=generator)], 1)
-    return ids
-
-
 def test_an_event_chooses_by_joint_cost_and_is_a_metric(tmp_path):
     text, config = [tokens(4, LENGTH, seed=5)], saf.FreezeConfig(rate=0.25, budget=9.0, max_fit_kl=99)
     event = callback(saf.OneTime(2), config, heldout=text)
@@ -282,18 +264,18 @@ def test_an_event_chooses_by_joint_cost_and_is_a_metric(tmp_path):
 
 
 def test_after_the_last_update_a_rise_is_refused_and_what_was_trained_is_saved(tmp_path):
-    text, options = spoken(sharp()), {"learning_rate": 1e-9, "save_steps": 2, "max_steps": 2}
-    ordinary = trainer(tmp_path / "ordinary", model=sharp(), **options)
+    options = {"learning_rate": 1e-9, "save_steps": 2, "max_steps": 2}
+    ordinary = trainer(tmp_path / "ordinary", **options)
     ordinary.train()
-    event = callback(saf.OneTime(1.0), ALL, heldout=[text])
-    refused = trainer(tmp_path / "refused", event, model=sharp(), **options)
+    event = callback(saf.OneTime(1.0), ALL, heldout=RISING)
+    refused = trainer(tmp_path / "refused", event, **options)
     with pytest.raises(LossError, match="accept_loss"):
         refused.train()
     assert event.events == []
     assert same(refused.model, ordinary.model)
     assert same(opened(tmp_path, "refused", "checkpoint-2"), ordinary.model)
-    event = callback(saf.OneTime(1.0), ALL, heldout=[text], accept_loss=True)
-    run = trainer(tmp_path / "accepted", event, model=sharp(), **options)
+    event = callback(saf.OneTime(1.0), ALL, heldout=RISING, accept_loss=True)
+    run = trainer(tmp_path / "accepted", event, **options)
     run.train()
     assert len(frozen(run.model)) == 12
     assert event.events[0].values["loss_after"] > event.events[0].values["loss_before"] + 0.05

@@ -118,19 +118,6 @@ def test_a_device_map_with_hooks_opens_freezes_undoes_and_saves(family, tmp_path
         saf.prune_(ordinary, FIRST)
 
 
-def test_the_folder_of_an_adapter_names_its_model_with_frozen_heads(tmp_path):
-    peft = pytest.importorskip("peft")
-    saved(tmp_path / "base", heads=FIRST)
-    lora = peft.LoraConfig(target_modules=["v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    adapted = opened(tmp_path / "base")
-    adapted.add_adapter(lora)
-    adapted.save_pretrained(tmp_path / "adapter")  # the adapter alone, which opens on the model
-    again = peft.PeftModel.from_pretrained(opened(tmp_path / "base"), tmp_path / "adapter")
-    torch.testing.assert_close(logits(again), logits(adapted))
-    with pytest.raises(UnsupportedError, match="base first"):
-        opened(tmp_path / "adapter")
-
-
 def test_without_the_import_and_for_a_class_with_other_names_a_folder_is_refused(tmp_path):
     model = saved(tmp_path)
     without = vars(transformers.PreTrainedModel)["from_pretrained"].__func__.__wrapped__

@@ -1,17 +1,11 @@
 """What edits do to gradients, in inference mode, to averaged weights, and when they fail half way."""
 
-import copy
-
-import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
 import saf
-from saf.errors import CheckpointError, UnsupportedError
-from saf.frozen_state import description_of, restore_
 from saf.heads import HeadSet
 from saf.models import GPT
-from saf.models.adapter import adapter_for
 from saf.surgery import install_, uninstall_
 from tests.surgery.test_install import SOME
 from tests.surgery.trained_model import LENGTH, SHAPE, make, patterns, update
@@ -63,33 +57,3 @@ def test_averaged_weights_have_the_heads_of_the_model_and_are_saved_with_them(tm
     torch.testing.assert_close(averaged.module.blocks[1].attention.v_proj.weight.detach(), sum(weights) / 2)
     saf.save(averaged.module.float(), tmp_path)
     assert torch.equal(saf.load(tmp_path)(TOKENS[:, :-1]), averaged(TOKENS[:, :-1]))
-
-
-def mixed_state():
-    """The state of a model with a fixed and a trainable pattern."""
-    model, _ = make()
-    install_(model, HeadSet([(0, 1)]), patterns(1))
-    install_(model, HeadSet([(1, 2)]), patterns(1), trainable=True)
-    return description_of(adapter_for(model))
-
-
-STEEP = {
-    "1.2.rho": torch.linspace(0, 3000, LENGTH, dtype=torch.float64),
-    "1.2.alpha": 900 * torch.arange(LENGTH).double().sin(),
-}
-
-
-@pytest.mark.parametrize(
-    ("change", "options", "error", "words"),
-    [
-        ({"1.2.rho": None}, {"compare": True}, CheckpointError, "layer 1 head 2 must have a whole pattern"),
-        (STEEP, {"backend": "toeplitz"}, UnsupportedError, "cannot train these patterns"),
-    ],
-)
-def test_patterns_that_cannot_be_restored_leave_the_model_as_it_was(change, options, error, words):
-    (state, tensors), (other, _) = mixed_state(), make()
-    before = copy.deepcopy(other.state_dict())
-    tensors = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
-    with pytest.raises(error, match=words):
-        restore_(other, state, tensors, **options)
-    assert all(map(torch.equal, other.state_dict().values(), before.values()))
