@@ -32,12 +32,18 @@ _USUAL_LAYER = (12, 12, 64)
 
 
 def read_benchmarks(results: Path) -> list[Record]:
-    """Return the benchmark records of a folder of results by name in natural order.
-
-    Each also has its `name` and, where most records are of another device, the name of its own as `elsewhere`.
-    """
+    """Return the benchmark records of a folder of results by name in natural order."""
     paths = sorted((results / "bench").glob("*.json"), key=lambda path: natural_order(path.as_posix()))
-    records: list[Any] = [{**read_json(path), "name": path.stem} for path in paths]
+    return named({path.stem: read_json(path) for path in paths})
+
+
+def named(by_name: Mapping[str, Record]) -> list[Record]:
+    """Return records that also have their `name` and, where most are of another device, that of their own, `elsewhere`.
+
+    Their tables also read `quoted_as` where a record has it: the measurement `of` and the `model` that the paper's
+    numbers are of.
+    """
+    records: list[Any] = [{**record, "name": name} for name, record in by_name.items()]
     devices = pd.Series([record["provenance"].get("device") for record in records], dtype=object)
     # Only records of another device than most name theirs.
     usual = (*devices.mode()[:1], None)
@@ -106,7 +112,7 @@ def memory(records: Sequence[Record], kind: str) -> pd.DataFrame:
         layers = record["settings"].get("num_layers") if record["kind"] == kind else None
         for entry in record["memory"] if record["kind"] == kind else ():
             model = str(record["settings"].get("model")) + ("" if layers is None else f", {layers} layers")
-            quoted = _quoted(paper.MEMORY, kind, model, entry)
+            quoted = _quoted(paper.MEMORY, {"of": kind, "model": model, **record.get("quoted_as", {})}, entry)
             model = ", ".join(filter(None, [model, unusual_settings(record)]))
             cells = {"model": model, **memory_cells(record, entry)}
             lines.append({**cells, "paper": quoted or MISSING, "in": record["name"]})
@@ -180,12 +186,16 @@ def _paper_speed(record: Record, row: Record) -> str | None:
     elif kind == "op" and row["part"] == "layer" and variant.startswith("forward"):
         is_qwen = [layer[name] for name in ("num_heads", "num_kv_heads", "head_dim")] == [32, 8, 128]
         of, model = "attention", "qwen3-4b" if is_qwen else ""
-    return _quoted(paper.SPEEDS, of, model, row) if row["backend"] else None
+    quoted_as = {"of": of, "model": model, **record.get("quoted_as", {})}
+    return _quoted(paper.SPEEDS, quoted_as, row) if row["backend"] else None
 
 
-def _quoted(numbers: Mapping[paper.Point, Mapping[float, str]], of: str, model: str, row: Record) -> str | None:
-    heads = "pruned" if row["backend"] == PRUNED else "frozen"
-    return paper.number_at(numbers, of, model, row["point"]["length"], row["point"]["batch_size"], row["rate"], heads)
+def _quoted(
+    numbers: Mapping[paper.Point, Mapping[float, str]], quoted_as: Mapping[str, str], row: Record
+) -> str | None:
+    point, heads = row["point"], "pruned" if row["backend"] == PRUNED else "frozen"
+    place = quoted_as["of"], quoted_as["model"], point["length"], point["batch_size"], heads
+    return numbers.get(place, {}).get(row["rate"])
 
 
 # --- other kinds

@@ -4,10 +4,8 @@ A recipe's figure shows numbers of its table as lines, one panel a group; rings 
 """
 
 import io
-import math
 import re
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import matplotlib as mpl
@@ -15,8 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure as Canvas
 
-from experiments.recipe import Figure, Recipe
-from experiments.records import Record
+from experiments.recipe import Figure
 from experiments.tables import RecipeTable
 
 STYLE: Any = {
@@ -87,27 +84,26 @@ def _draw_line(axis: Axes, points: pd.DataFrame, name: str, colour: str, offset:
             axis.plot(points["x"][quoted.notna()], quoted.dropna(), "o", **rings)
 
 
-def speedups_figure(recipe: Recipe, records: Mapping[str, Sequence[Record]]) -> str | None:
-    """Return the measured speedups of a recipe as SVG, a panel a measurement; None where there are none."""
-    panels: dict[str, dict[str, tuple[float, float]]] = {}
-    for each in recipe.measurements:
-        for number in (one for one in each.numbers if one.path[-1] in ("ratio", "pair_ms")):
-            values = [value for record in records.get(each.name, ()) for value in number.values(record)]
-            # Such as 1.07× or 1.047 ± 0.005; the paper's ranges and times get no ring.
-            quoted = re.match(r"[\d.]+(?=×| ±)", number.paper or "")
-            if values:
-                paper = float(quoted[0]) if quoted else math.nan
-                panels.setdefault(each.name, {})[number.title] = statistics.fmean(values), paper
+def speedups_figure(tables: Mapping[str, pd.DataFrame]) -> str | None:
+    """Return the speedups of frozen heads in tables of benchmarks as SVG, a panel a table; None where there are none.
+
+    Other tables are left out. The paper's ranges get no ring.
+    """
+    panels = {}
+    for title, table in tables.items():
+        own = table[table.index.str.contains("frozen")].filter(regex="^speedup|^paper$")
+        # Such as 1.07× or 1.047 ± 0.005×; a refused one has no number.
+        numbers = own.apply(lambda column: column.str.extract(r"^([\d.]+)(?=×| ±)")[0].astype(float))
+        if any(name.startswith("speedup") for name in numbers):
+            panels[title] = numbers
 
     def draw() -> Canvas:
-        rows = max(map(len, panels.values()))
-        canvas = Canvas(figsize=(4.2 * len(panels), 1 + 0.2 * rows), layout="constrained")
-        for axis, (title, points) in zip(
-            canvas.subplots(1, len(panels), squeeze=False)[0], panels.items(), strict=True
-        ):
-            # First our numbers, then the paper's as rings.
-            for place, style in enumerate(({"marker": "o"}, {"marker": "o", "mfc": "none", "ms": 8})):
-                axis.plot([pair[place] for pair in points.values()], [*points], ls="", color="C0", **style)
+        canvas = Canvas(figsize=(4.2 * len(panels), 1 + 0.2 * max(map(len, panels.values()))), layout="constrained")
+        axes = canvas.subplots(1, len(panels), squeeze=False)[0]
+        for axis, (title, points) in zip(axes, panels.items(), strict=True):
+            for name, values in points.items():
+                style: Any = {"mfc": "none", "ms": 8} if name == "paper" else {}
+                axis.plot(values, [*points.index], ls="", marker="o", color="C0", **style)
             axis.axvline(1, color="grey", lw=0.8)
             axis.set(title=title, xlabel="speedup; rings: paper", ylim=(len(points) - 0.5, -0.5))
         return canvas

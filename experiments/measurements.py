@@ -98,15 +98,12 @@ class Number:
     signed: bool = False
     scale: float = 1.0
     """Factor of the record's number."""
-    of: Literal["one", "mean", "max", "pairs"] = "one"
-    """Which of several entries that meet the conditions is shown: one alone, their mean or largest. A list of "pairs",
-    baseline's and arm's times, gives the mean of their ratios with its standard error."""
+    of: Literal["one", "mean", "max"] = "one"
+    """Which of several entries that meet the conditions is shown: one alone, their mean or largest."""
     scientific: bool = False
-    saved: bool = False
-    """Whether a speedup is shown as the percentage of time that it saves."""
 
-    def values(self, record: Mapping[str, Any]) -> list[float]:
-        """Return the number, or one a pair; empty where the record has none.
+    def value(self, record: Mapping[str, Any]) -> float:
+        """Return the number; NaN where the record has none.
 
         Raises InputError where several entries meet the conditions and one is expected.
         """
@@ -114,15 +111,10 @@ class Number:
         for step in self.path:
             values = [each for value in values for each in _step(value, step) if each is not None]
         # A mean over entries that a condition forgot to tell apart would look like a measurement.
-        if len(values) > 1 and self.of in ("one", "pairs"):
+        if len(values) > 1 and self.of == "one":
             raise InputError(f"{self.title}: {len(values)} entries meet {self.path}; add a condition")
-        if not values:
-            return []
-        if self.of == "pairs":
-            return [baseline / arm for baseline, arm in values[0]]
-        value = (max if self.of == "max" else statistics.fmean)(map(float, values))
-        # A speedup s saves 1 - 1/s of the time.
-        return [100.0 * (1.0 - 1.0 / value) if self.saved else self.scale * value]
+        summarise = max if self.of == "max" else statistics.fmean
+        return self.scale * summarise(map(float, values)) if values else math.nan
 
 
 def _step(value: Any, step: str | int | Mapping[str, Any]) -> list[Any]:
@@ -165,6 +157,8 @@ class Measurement:
     processes: int = 1
     """Processes that measure together, a GPU each."""
     numbers: tuple[Number, ...] = ()
+    quoted_as: Mapping[str, str] = field(default_factory=dict)
+    """How the paper's numbers call what a benchmark times, where its records do not say (`benchmarks.tables_of`)."""
     smoke: bool = True
 
     def at(self, scale: str) -> dict[str, Any]:

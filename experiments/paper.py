@@ -4,7 +4,6 @@
 GH200 in bfloat16 with ordinary heads on flash attention; whether models were compiled is not said.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 
@@ -112,44 +111,44 @@ def _by_point(text: str) -> dict[Point, dict[float, str]]:
 
 # "plotted" is where the paper draws a point and prints no number.
 SPEEDS = _by_point("""
-    of          | model    | length | batch | heads  | 0.1     | 0.2   | 0.25             | 0.3   | 0.5              | 0.75
-    update      | 124m     | 4096   | 2     | frozen | plotted |       | plotted          |       | plotted          | plotted
-    update      | 124m     | 4096   | 4     | frozen | plotted |       | plotted          |       | plotted          | plotted
-    update      | 124m     | 4096   | 8     | frozen | 1.016×  |       | 1.056×           |       | 1.119×           | 1.215×
-    update      | 124m     | 8192   | 4     | frozen |         |       | 1.030×           |       | 1.101×           |
-    update      | 124m     | 16384  | 2     | frozen |         |       | 1.025×           |       | 1.070×           |
-    update      | 1b       | 8192   | 1     | frozen |         |       | 1.067×           |       | 1.163×           |
-    update      | 1b       | 8192   | 2     | frozen |         |       | 1.066×           |       | 1.165×           |
-    four GPUs   | 1b       | 8192   | 2     | frozen |         |       | 1.0682 ± 0.0005× |       | 1.1667 ± 0.0003× |
-    call        | 124m     | 512    | 64    | frozen |         |       | 1.092 to 1.116×  |       | 1.200 to 1.244×  |
-    call        | 124m     | 1024   | 64    | frozen |         |       | 1.092 to 1.116×  |       | 1.200 to 1.244×  |
-    call        | 124m     | 2048   | 64    | frozen |         |       | 1.092 to 1.116×  |       | 1.200 to 1.244×  |
-    call        | 124m     | 4096   | 64    | frozen |         |       | 1.100×           |       | 1.229×           |
-    call        | 124m     | 8192   | 64    | frozen |         |       | 1.100×           |       | 1.221×           |
-    call        | 124m     | 16384  | 64    | frozen |         |       | 1.092×           |       | 1.200×           |
-    call        | 124m     | 4096   | 32    | frozen |         |       | 1.0847 ± 0.0024× |       | plotted          |
-    call        | 124m     | 4096   | 32    | pruned |         |       | 1.1636 ± 0.0012× |       |                  |
-    call        | 124m     | 4096   | 16    | frozen |         |       | plotted          |       | plotted          |
-    call        | 124m     | 4096   | 8     | frozen |         |       | plotted          |       | plotted          |
-    call        | 124m     | 4096   | 4     | frozen |         |       | plotted          |       | plotted          |
-    call        | 124m     | 4096   | 2     | frozen |         |       | plotted          |       | plotted          |
-    call        | 124m     | 4096   | 1     | frozen |         |       | 0.969×           |       | 0.972×           |
-    call        | 124m     | 16384  | 1     | frozen |         |       | 1.08×            |       |                  |
-    call        | 774m     | 8192   | 1     | frozen |         |       | 1.07×            |       |                  |
-    call        | 774m     | 16384  | 1     | frozen |         |       | 1.08×            |       |                  |
-    graph       | 124m     | 4096   | 1     | frozen |         |       | 1.113×           |       | 1.220×           | 1.377×
-    call        | qwen3-4b | 2048   | 4     | frozen | 1.011×  | 1.028×|                  | 1.068×| 1.135×           | 1.225×
-    call        | qwen3-4b | 4096   | 4     | frozen | 1.027×  | 1.057×|                  | 1.097×| 1.156×           | 1.246×
-    call        | qwen3-4b | 8192   | 4     | frozen | 1.042×  | 1.072×|                  | 1.115×| 1.184×           | 1.250×
-    call        | qwen3-4b | 2048   | 8     | frozen | 1.015×  | 1.042×|                  | 1.079×| 1.148×           | 1.231×
-    call        | qwen3-4b | 4096   | 8     | frozen | 1.029×  | 1.061×|                  | 1.080×| 1.156×           | 1.252×
-    call        | qwen3-4b | 8192   | 8     | frozen | 1.040×  | 1.071×|                  | 1.110×| 1.178×           | 1.272×
-    attention   | qwen3-4b | 2048   | 4     | frozen | 1.16×   | 1.18× |                  | 1.21× | 1.29×            | 1.38×
-    attention   | qwen3-4b | 4096   | 4     | frozen | 1.16×   | 1.19× |                  | 1.23× | 1.28×            | 1.38×
-    attention   | qwen3-4b | 8192   | 4     | frozen | 1.15×   | 1.19× |                  | 1.23× | 1.30×            | 1.37×
-    attention   | qwen3-4b | 2048   | 8     | frozen | 1.15×   | 1.17× |                  | 1.21× | 1.28×            | 1.37×
-    attention   | qwen3-4b | 4096   | 8     | frozen | 1.15×   | 1.19× |                  | 1.18× | 1.27×            | 1.37×
-    attention   | qwen3-4b | 8192   | 8     | frozen | 1.15×   | 1.18× |                  | 1.22× | 1.30×            | 1.40×
+    of        | model    | length | batch | heads  | 0.1     | 0.2    | 0.25             | 0.3    | 0.5              | 0.75    | 1
+    update    | 124m     | 4096   | 2     | frozen | plotted |        | plotted          |        | plotted          | plotted |
+    update    | 124m     | 4096   | 4     | frozen | plotted |        | plotted          |        | plotted          | plotted |
+    update    | 124m     | 4096   | 8     | frozen | 1.016×  |        | 1.056×           |        | 1.119×           | 1.215×  |
+    update    | 124m     | 8192   | 4     | frozen |         |        | 1.030×           |        | 1.101×           |         |
+    update    | 124m     | 16384  | 2     | frozen |         |        | 1.025×           |        | 1.070×           |         |
+    update    | 1b       | 8192   | 1     | frozen |         |        | 1.067×           |        | 1.163×           |         |
+    update    | 1b       | 8192   | 2     | frozen |         |        | 1.066×           |        | 1.165×           |         |
+    four GPUs | 1b       | 8192   | 2     | frozen |         |        | 1.0682 ± 0.0005× |        | 1.1667 ± 0.0003× |         |
+    call      | 124m     | 512    | 64    | frozen |         |        | 1.092 to 1.116×  |        | 1.200 to 1.244×  |         |
+    call      | 124m     | 1024   | 64    | frozen |         |        | 1.092 to 1.116×  |        | 1.200 to 1.244×  |         |
+    call      | 124m     | 2048   | 64    | frozen |         |        | 1.092 to 1.116×  |        | 1.200 to 1.244×  |         |
+    call      | 124m     | 4096   | 64    | frozen |         |        | 1.100×           |        | 1.229×           |         |
+    call      | 124m     | 8192   | 64    | frozen |         |        | 1.100×           |        | 1.221×           |         |
+    call      | 124m     | 16384  | 64    | frozen |         |        | 1.092×           |        | 1.200×           |         |
+    call      | 124m     | 4096   | 32    | frozen |         |        | 1.0847 ± 0.0024× |        | plotted          |         |
+    call      | 124m     | 4096   | 32    | pruned |         |        | 1.1636 ± 0.0012× |        |                  |         |
+    call      | 124m     | 4096   | 16    | frozen |         |        | plotted          |        | plotted          |         |
+    call      | 124m     | 4096   | 8     | frozen |         |        | plotted          |        | plotted          |         |
+    call      | 124m     | 4096   | 4     | frozen |         |        | plotted          |        | plotted          |         |
+    call      | 124m     | 4096   | 2     | frozen |         |        | plotted          |        | plotted          |         |
+    call      | 124m     | 4096   | 1     | frozen |         |        | 0.969×           |        | 0.972×           |         |
+    call      | 124m     | 16384  | 1     | frozen |         |        | 1.08×            |        |                  |         | 1.33×
+    call      | 774m     | 8192   | 1     | frozen |         |        | 1.07×            |        |                  |         | 1.31×
+    call      | 774m     | 16384  | 1     | frozen |         |        | 1.08×            |        |                  |         | 1.36×
+    graph     | 124m     | 4096   | 1     | frozen |         |        | 1.113×           |        | 1.220×           | 1.377×  |
+    call      | qwen3-4b | 2048   | 4     | frozen | 1.011×  | 1.028× |                  | 1.068× | 1.135×           | 1.225×  |
+    call      | qwen3-4b | 4096   | 4     | frozen | 1.027×  | 1.057× |                  | 1.097× | 1.156×           | 1.246×  |
+    call      | qwen3-4b | 8192   | 4     | frozen | 1.042×  | 1.072× |                  | 1.115× | 1.184×           | 1.250×  |
+    call      | qwen3-4b | 2048   | 8     | frozen | 1.015×  | 1.042× |                  | 1.079× | 1.148×           | 1.231×  |
+    call      | qwen3-4b | 4096   | 8     | frozen | 1.029×  | 1.061× |                  | 1.080× | 1.156×           | 1.252×  |
+    call      | qwen3-4b | 8192   | 8     | frozen | 1.040×  | 1.071× |                  | 1.110× | 1.178×           | 1.272×  |
+    attention | qwen3-4b | 2048   | 4     | frozen | 1.16×   | 1.18×  |                  | 1.21×  | 1.29×            | 1.38×   |
+    attention | qwen3-4b | 4096   | 4     | frozen | 1.16×   | 1.19×  |                  | 1.23×  | 1.28×            | 1.38×   |
+    attention | qwen3-4b | 8192   | 4     | frozen | 1.15×   | 1.19×  |                  | 1.23×  | 1.30×            | 1.37×   |
+    attention | qwen3-4b | 2048   | 8     | frozen | 1.15×   | 1.17×  |                  | 1.21×  | 1.28×            | 1.37×   |
+    attention | qwen3-4b | 4096   | 8     | frozen | 1.15×   | 1.19×  |                  | 1.18×  | 1.27×            | 1.37×   |
+    attention | qwen3-4b | 8192   | 8     | frozen | 1.15×   | 1.18×  |                  | 1.22×  | 1.30×            | 1.40×   |
 """)  # noqa: E501
 """Speedups of updates, whatever their number of micro-batches, of prompts called or replayed, of attention alone."""
 MEMORY = _by_point("""
@@ -181,14 +180,6 @@ TIMES = _by_point("""
 for _point, _rates in TIMES.items():
     _pairs = {rate: map(float, text.split("/")) for rate, text in _rates.items()}
     SPEEDS[_point] = {rate: f"{ordinary / edited:.3f}×" for rate, (ordinary, edited) in _pairs.items()}
-
-
-def number_at(
-    numbers: Mapping[Point, Mapping[float, str]], of: str, model: str, length: int, batch: int, rate: float, heads: str
-) -> str | None:
-    """Return the paper's number at a point and rate, from SPEEDS, MEMORY or TIMES; None where it has none."""
-    return numbers.get((of, model, length, batch, heads), {}).get(rate)
-
 
 FINETUNING_UPDATES = {
     (line["task"], float(line["rate"])): line

@@ -13,9 +13,9 @@ from typing import Any
 import pandas as pd
 
 from experiments.analyses import ANALYSES, analysis_figure
-from experiments.benchmarks import TABLES, memory, read_benchmarks
+from experiments.benchmarks import TABLES, memory, named, read_benchmarks
 from experiments.figures import costs_figure, recipe_figure, speedups_figure
-from experiments.measurements import records_of
+from experiments.measurements import Measurement, records_of
 from experiments.recipe import recipe
 from experiments.records import Record, read_records
 from experiments.tables import RecipeTable, markdown, measured_table, terminal
@@ -257,7 +257,7 @@ def _blocks(name: str, results: Path) -> Iterator[Block]:
     if name == "updates":
         yield from _runs(results)
     for kind, heading in PAGES[name].benchmarks.items() if measured else ():
-        yield from _benchmarks(kind, heading, measured)
+        yield from _committed_benchmarks(kind, heading, measured)
     if name == "updates":
         yield from _trainer(results)
     if name == "attention" and measured:
@@ -278,15 +278,17 @@ def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
     if len(numbers := measured_table(table.recipe, measured)):
         title = f"{table.recipe.title}, measured ({table.scale})"
         yield Block(heading=heading, title=title, frame=numbers, cells=where)
-    for record in (record for records in measured.values() for record in records):
-        for block in _analysis_blocks(heading, record, where):
-            if block.cells:
-                yield block if block.title in PAGE_TABLES else replace(block, text="", page=pd.DataFrame())
+    speeds: dict[str, pd.DataFrame] = {}
+    for each in table.recipe.measurements:
+        for record in measured.get(each.name, ()):
+            for block in _measured(f"{table.recipe.title}, {each.name}", each, record, heading, where):
+                speeds[block.title] = block.frame
+                yield block
     drawn = {figure.name: (figure.title, recipe_figure(figure, table)) for figure in table.recipe.figures}
     drawn |= {name.replace(" ", "-"): (name, analysis_figure(records)) for name, records in measured.items()}
     # The paper's figure draws the speedups of these recipes.
     if "fig:systems-across-stages" in table.recipe.labels:
-        drawn["speedups"] = "Speedups", speedups_figure(table.recipe, measured)
+        drawn["speedups"] = "Speedups", speedups_figure(speeds)
     for name, (title, picture) in drawn.items():
         if picture is not None:
             yield Block(heading=heading, picture=(title, f"{table.scale}-{table.name}-{name}.svg", picture))
@@ -339,20 +341,41 @@ def _analyses(folder: Path) -> Iterator[Block]:
             yield Block(heading=heading, picture=(path.stem, f"{path.stem}.svg", picture))
 
 
-def _benchmarks(kind: str, section: str, records: list[Record]) -> Iterator[Block]:
+def _committed_benchmarks(kind: str, section: str, records: list[Record]) -> Iterator[Block]:
     """Yield the tables of a kind of benchmark, and its peak memory."""
-    *tables, last = [
-        Block(
-            heading=section, title=title, frame=frame, page=_by_rate(frame, SPEED_COLUMNS), cells={"section": section}
-        )
-        for title, frame in TABLES[kind](records)
-    ]
-    text = f"Records: those of kind {kind} in results/bench; `in` of cells.csv names that of each row."
-    yield from (*tables, replace(last, text=text))
+    for title, frame in TABLES[kind](records):
+        yield _speeds(frame, heading=section, title=title, cells={"section": section})
+    yield Block(
+        heading=section,
+        text=f"Records: those of kind {kind} in results/bench; `in` of cells.csv names that of each row.",
+    )
     if kind in ("update", "prefill"):
-        heading, frame = f"{section.removesuffix(': speed')}: peak memory", memory(records, kind)
-        page = _by_rate(frame, MEMORY_COLUMNS)
-        yield Block(heading=heading, frame=frame, page=page, cells={"section": heading})
+        heading = f"{section.removesuffix(': speed')}: peak memory"
+        yield _peaks(memory(records, kind), heading=heading, cells={"section": heading})
+
+
+def _measured(name: str, each: Measurement, record: Record, heading: str, where: Mapping[str, str]) -> Iterator[Block]:
+    """Yield the tables of a recipe's analysis, or those of a benchmark and its peak memory."""
+    if record["kind"] not in TABLES:
+        for block in _analysis_blocks(heading, record, where):
+            if block.cells:
+                yield block if block.title in PAGE_TABLES else replace(block, text="", page=pd.DataFrame())
+        return
+    if (seed := record["experiment"]["seed"]) is not None:
+        name = f"{name}, seed {seed}"
+    records = named({each.name: {**record, "quoted_as": each.quoted_as}})
+    for title, frame in TABLES[record["kind"]](records):
+        yield _speeds(frame, heading=heading, title=f"{name}: {title}", cells=where)
+    if record["memory"]:
+        yield _peaks(memory(records, record["kind"]), heading=heading, title=f"{name}: peak memory", cells=where)
+
+
+def _speeds(frame: pd.DataFrame, **others: Any) -> Block:
+    return Block(frame=frame, page=_by_rate(frame, SPEED_COLUMNS), **others)
+
+
+def _peaks(frame: pd.DataFrame, **others: Any) -> Block:
+    return Block(frame=frame, page=_by_rate(frame, MEMORY_COLUMNS), **others)
 
 
 def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | None:

@@ -453,9 +453,7 @@ def measured_table(recipe: Recipe, records: Mapping[str, list[Record]]) -> pd.Da
     lines = []
     for each in recipe.measurements:
         for number in each.numbers if records.get(each.name) else ():
-            values: Any = pd.Series(
-                [value for record in records[each.name] for value in number.values(record)], dtype=float
-            )
+            values: Any = pd.Series([number.value(record) for record in records[each.name]]).dropna()
             ours = text_of(number, values.mean(), float(values.sem())) if len(values) else "not run"
             lines.append([number.title, ours, number.paper or MISSING])
     return pd.DataFrame(lines, columns=["", "ours", "paper"]).set_index("")

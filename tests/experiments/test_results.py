@@ -5,9 +5,10 @@ import re
 from pathlib import Path
 
 from experiments import benchmarks
-from experiments.figures import speedups_figure
 from experiments.recipe import recipe
-from experiments.results import PAGES, render, stale
+from experiments.results import PAGES, recipe_blocks, render, stale
+from experiments.tables import RecipeTable
+from saf.records.files import write_json
 from tests.report.benchmark_records import TIMES, record
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -49,12 +50,14 @@ def test_pages_are_rendered_from_records_and_what_differs_is_named(tmp_path):
     assert any("updates.md: not what" in problem for problem in stale(tmp_path / "results", tmp_path / "docs"))
 
 
-def test_speedups_are_drawn_by_measurement():
-    row = {"backend": "toeplitz", "rate": 0.25, "variant": "update", "refused": False, "ratio": 1.07}
-    rows = [row | {"point": {"length": 4_096, "batch_size": size}} for size in (4, 8)]
-    drawn = speedups_figure(recipe("training_systems"), {"batches": [{"rows": rows, "memory": []}]})
-    assert "4,096 × 8, 25% frozen" in drawn
-    assert "contexts" not in drawn
+def test_a_recipes_benchmarks_are_shown_and_drawn_beside_the_papers_numbers(tmp_path):
+    measured = {**record(), "experiment": {"seed": None}}
+    write_json(tmp_path / "measurements" / "training_systems.batches" / "once.json", measured)
+    shown = RecipeTable("training_systems", recipe("training_systems"), "small", [])
+    table, figure, _ = recipe_blocks(shown, tmp_path)
+    assert table.title == "Updates after freezing, batches: 124m"
+    assert table.frame.loc["4096x8x4; 25% frozen, toeplitz", ["speedup", "paper"]].tolist() == ["1.081×", "1.056×"]
+    assert "25% frozen, toeplitz" in figure.picture[2]
 
 
 def test_every_committed_scale_is_shown():

@@ -21,7 +21,7 @@ def test_all_recipes_are_run_and_shown_in_a_minute(tmp_path, capsys):
     assert time.process_time() - began < SECONDS
     for name in recipe_names():
         found, stem = recipe(name), tmp_path / "tables" / f"smoke-{name}"
-        if found.metrics or any(each.smoke and each.numbers for each in found.measurements):
+        if found.metrics or any(each.smoke for each in found.measurements):
             assert found.title in stem.with_suffix(".md").read_text()
         if found.metrics:
             numbers = pd.read_csv(stem.with_suffix(".csv"))
