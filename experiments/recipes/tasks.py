@@ -1,5 +1,7 @@
 """Recipes of models after pretraining: finetuning on questions, and associative recall."""
 
+from collections.abc import Iterator
+
 from experiments.arms import CONTEXTS, DOWNSTREAM, RECOVERY
 from experiments.measurements import DATA, Measurement, Number, file_of
 from experiments.paper import FINETUNING_UPDATES, Source, lines, split_words
@@ -267,6 +269,29 @@ def _recall_figure(learnt: str, replaced: str) -> Figure:
     )
 
 
+def _recalled(arm: str, label: str, text: str) -> Iterator[Row]:
+    """Yield a row for each model of the paper's table, which has a line for each test: tokens and pairs.
+
+    In names of arms and in labels "{}" is the model.
+    """
+    tests = lines(text)
+    for model in (name for name in tests[0] if name != "test"):
+        quoted = {f"recall {line['test']}": line[model] for line in tests}
+        yield Row(arm=arm.format(model), label=label.format(_MODELS.get(model, model)), paper=quoted)
+
+
+def _recovered(text: str) -> Iterator[Row]:
+    """Yield a row for each model and number of updates after replacement; NAME@0 is the first report of a run."""
+    for line in lines(text):
+        model, updates = line.pop("model"), line.pop("updates")
+        yield Row(
+            arm=f"recovery-{model}@{RECOVERY.index(int(updates))}",
+            label=f"{_MODELS[model]}, {updates} updates after replacement",
+            first_seed=True,
+            paper={f"recall {test}": accuracy for test, accuracy in line.items()},
+        )
+
+
 RECIPES["recall"] = Recipe(
     title="Associative recall",
     source=Source(
@@ -274,79 +299,52 @@ RECIPES["recall"] = Recipe(
     ),
     also=("fig:mqar-generalisation",),
     rows=(
-        *rows(
+        *_recalled(
+            "recall-later-{}",
+            "{}, pretraining seeds",
             """
-            arm                         | label                              | recall 512 8 | recall 512 16
-            recall-later-ordinary       | ordinary, pretraining seeds        | 99.58 ± 0.05 | 81.32 ± 3.21
-            recall-later-mean-25        | mean 25%, pretraining seeds        | 99.73 ± 0.04 | 91.08 ± 1.58
-            recall-later-pruned-25      | pruning 25%, pretraining seeds     | 99.72 ± 0.03 | 85.43 ± 3.07
-            recall-later-gate-taylor-25 | gate-Taylor 25%, pretraining seeds | 99.62 ± 0.06 | 80.79 ± 4.50
-            """,
-            """
-            recall 512 24 | recall 512 32 | recall 512 48 | recall 512 64 | recall 2048 8 | recall 4096 8
-            60.56 ± 4.22  | 47.54 ± 3.87  | 34.01 ± 3.38  | 26.19 ± 2.75  | 98.27 ± 0.30  | 90.35 ± 0.58
-            79.76 ± 2.72  | 70.83 ± 4.86  | 61.14 ± 7.37  | 54.42 ± 8.70  | 97.96 ± 0.55  | 89.67 ± 1.09
-            66.25 ± 3.22  | 52.32 ± 2.41  | 37.70 ± 1.54  | 29.03 ± 1.42  | 98.66 ± 0.11  | 90.74 ± 0.36
-            60.59 ± 6.42  | 47.95 ± 6.06  | 34.49 ± 5.42  | 26.59 ± 4.41  | 98.65 ± 0.26  | 91.43 ± 0.60
-            """,
-        ),
-        *rows(
-            """
-            arm                                    | label                       | recall 512 8 | recall 2048 8
-            recall-later-ordinary-task-seeds       | ordinary, task seeds        | 99.71 ± 0.09 | 98.01 ± 0.28
-            recall-later-mean-25-task-seeds        | mean 25%, task seeds        | 99.76 ± 0.05 | 97.58 ± 0.01
-            recall-later-pruned-25-task-seeds      | pruning 25%, task seeds     | 99.75 ± 0.05 | 98.87 ± 0.21
-            recall-later-gate-taylor-25-task-seeds | gate-Taylor 25%, task seeds | 99.72 ± 0.07 | 98.78 ± 0.19
-            """,
-            """
-            recall 4096 8 | recall 512 32
-            89.67 ± 0.32  | 44.55 ± 1.73
-            88.21 ± 0.28  | 73.20 ± 4.26
-            91.06 ± 0.46  | 52.13 ± 5.56
-            90.76 ± 0.27  | 53.20 ± 5.25
+            test   | ordinary     | mean-25      | pruned-25    | gate-taylor-25
+            512 8  | 99.58 ± 0.05 | 99.73 ± 0.04 | 99.72 ± 0.03 | 99.62 ± 0.06
+            512 16 | 81.32 ± 3.21 | 91.08 ± 1.58 | 85.43 ± 3.07 | 80.79 ± 4.50
+            512 24 | 60.56 ± 4.22 | 79.76 ± 2.72 | 66.25 ± 3.22 | 60.59 ± 6.42
+            512 32 | 47.54 ± 3.87 | 70.83 ± 4.86 | 52.32 ± 2.41 | 47.95 ± 6.06
+            512 48 | 34.01 ± 3.38 | 61.14 ± 7.37 | 37.70 ± 1.54 | 34.49 ± 5.42
+            512 64 | 26.19 ± 2.75 | 54.42 ± 8.70 | 29.03 ± 1.42 | 26.59 ± 4.41
+            2048 8 | 98.27 ± 0.30 | 97.96 ± 0.55 | 98.66 ± 0.11 | 98.65 ± 0.26
+            4096 8 | 90.35 ± 0.58 | 89.67 ± 1.09 | 90.74 ± 0.36 | 91.43 ± 0.60
             """,
         ),
-        # NAME@0 to NAME@3: the run NAME after each number of updates in `RECOVERY`.
-        *rows(
+        *_recalled(
+            "recall-later-{}-task-seeds",
+            "{}, task seeds",
             """
-            arm                       | recall 512 8 | recall 2048 8 | recall 4096 8 | recall 512 32
-            recovery-ordinary@0       | 99.54        | 97.75         | 89.21         | 47.05
-            recovery-ordinary@1       | 99.61        | 96.88         | 87.65         | 51.93
-            recovery-ordinary@2       | 99.68        | 97.46         | 88.79         | 61.99
-            recovery-ordinary@3       | 99.73        | 97.73         | 89.16         | 44.74
-            recovery-mean-25@0        | 99.68        | 97.00         | 88.75         | 48.75
-            recovery-mean-25@1        | 99.66        | 98.27         | 90.28         | 43.45
-            recovery-mean-25@2        | 99.46        | 96.14         | 87.11         | 52.70
-            recovery-mean-25@3        | 99.73        | 97.51         | 88.28         | 58.39
-            recovery-pruned-25@0      | 99.68        | 97.71         | 89.48         | 60.83
-            recovery-pruned-25@1      | 99.78        | 97.61         | 89.38         | 51.54
-            recovery-pruned-25@2      | 99.83        | 98.61         | 90.48         | 56.05
-            recovery-pruned-25@3      | 99.85        | 97.90         | 89.45         | 56.79
-            recovery-gate-taylor-25@0 | 99.66        | 97.19         | 88.79         | 52.58
-            recovery-gate-taylor-25@1 | 99.37        | 95.61         | 86.57         | 53.65
-            recovery-gate-taylor-25@2 | 99.17        | 96.61         | 87.96         | 46.50
-            recovery-gate-taylor-25@3 | 99.76        | 97.09         | 88.33         | 48.14
+            test   | ordinary     | mean-25      | pruned-25    | gate-taylor-25
+            512 8  | 99.71 ± 0.09 | 99.76 ± 0.05 | 99.75 ± 0.05 | 99.72 ± 0.07
+            512 32 | 44.55 ± 1.73 | 73.20 ± 4.26 | 52.13 ± 5.56 | 53.20 ± 5.25
+            2048 8 | 98.01 ± 0.28 | 97.58 ± 0.01 | 98.87 ± 0.21 | 98.78 ± 0.19
+            4096 8 | 89.67 ± 0.32 | 88.21 ± 0.28 | 91.06 ± 0.46 | 90.76 ± 0.27
             """,
+        ),
+        *_recovered(
             """
-            label
-            ordinary, 0 updates after replacement
-            ordinary, 50 updates after replacement
-            ordinary, 200 updates after replacement
-            ordinary, 500 updates after replacement
-            mean 25%, 0 updates after replacement
-            mean 25%, 50 updates after replacement
-            mean 25%, 200 updates after replacement
-            mean 25%, 500 updates after replacement
-            pruning 25%, 0 updates after replacement
-            pruning 25%, 50 updates after replacement
-            pruning 25%, 200 updates after replacement
-            pruning 25%, 500 updates after replacement
-            gate-Taylor 25%, 0 updates after replacement
-            gate-Taylor 25%, 50 updates after replacement
-            gate-Taylor 25%, 200 updates after replacement
-            gate-Taylor 25%, 500 updates after replacement
-            """,
-            first_seed=True,
+            model          | updates | 512 8 | 2048 8 | 4096 8 | 512 32
+            ordinary       | 0       | 99.54 | 97.75  | 89.21  | 47.05
+            ordinary       | 50      | 99.61 | 96.88  | 87.65  | 51.93
+            ordinary       | 200     | 99.68 | 97.46  | 88.79  | 61.99
+            ordinary       | 500     | 99.73 | 97.73  | 89.16  | 44.74
+            mean-25        | 0       | 99.68 | 97.00  | 88.75  | 48.75
+            mean-25        | 50      | 99.66 | 98.27  | 90.28  | 43.45
+            mean-25        | 200     | 99.46 | 96.14  | 87.11  | 52.70
+            mean-25        | 500     | 99.73 | 97.51  | 88.28  | 58.39
+            pruned-25      | 0       | 99.68 | 97.71  | 89.48  | 60.83
+            pruned-25      | 50      | 99.78 | 97.61  | 89.38  | 51.54
+            pruned-25      | 200     | 99.83 | 98.61  | 90.48  | 56.05
+            pruned-25      | 500     | 99.85 | 97.90  | 89.45  | 56.79
+            gate-taylor-25 | 0       | 99.66 | 97.19  | 88.79  | 52.58
+            gate-taylor-25 | 50      | 99.37 | 95.61  | 86.57  | 53.65
+            gate-taylor-25 | 200     | 99.17 | 96.61  | 87.96  | 46.50
+            gate-taylor-25 | 500     | 99.76 | 97.09  | 88.33  | 48.14
+            """
         ),
     ),
     figures=(
@@ -384,19 +382,22 @@ RECIPES["recall_patterns"] = Recipe(
     source=Source(
         "tab:pattern-controls", "124M at 4K, 25% halfway, mean ± SE of three pretraining seeds, one task seed"
     ),
-    rows=rows(
-        """
-        arm                       | label             | recall 512 8 | recall 512 16 | recall 512 24
-        recall-patterns-ordinary  | ordinary, recall  | 99.58 ± 0.15 | 71.78 ± 2.47  | 52.71 ± 2.06
-        recall-patterns-frozen    | frozen, recall    | 99.60 ± 0.06 | 81.36 ± 1.58  | 60.89 ± 1.61
-        recall-patterns-trainable | trainable, recall | 99.54 ± 0.07 | 78.44 ± 3.69  | 59.67 ± 5.69
-        """,
-        """
-        recall 512 32 | recall 512 48 | recall 512 64 | recall 2048 8 | recall 4096 8
-        42.13 ± 1.49  | 30.00 ± 1.30  | 23.53 ± 1.34  | 97.01 ± 0.46  | 88.76 ± 0.88
-        49.08 ± 3.04  | 35.39 ± 3.74  | 28.30 ± 4.18  | 97.53 ± 0.44  | 88.89 ± 0.93
-        47.77 ± 5.62  | 34.67 ± 5.00  | 27.04 ± 4.19  | 97.99 ± 0.73  | 89.65 ± 1.42
-        """,
+    rows=tuple(
+        _recalled(
+            "recall-patterns-{}",
+            "{}, recall",
+            """
+            test   | ordinary     | frozen       | trainable
+            512 8  | 99.58 ± 0.15 | 99.60 ± 0.06 | 99.54 ± 0.07
+            512 16 | 71.78 ± 2.47 | 81.36 ± 1.58 | 78.44 ± 3.69
+            512 24 | 52.71 ± 2.06 | 60.89 ± 1.61 | 59.67 ± 5.69
+            512 32 | 42.13 ± 1.49 | 49.08 ± 3.04 | 47.77 ± 5.62
+            512 48 | 30.00 ± 1.30 | 35.39 ± 3.74 | 34.67 ± 5.00
+            512 64 | 23.53 ± 1.34 | 28.30 ± 4.18 | 27.04 ± 4.19
+            2048 8 | 97.01 ± 0.46 | 97.53 ± 0.44 | 97.99 ± 0.73
+            4096 8 | 88.76 ± 0.88 | 88.89 ± 0.93 | 89.65 ± 1.42
+            """,
+        )
     ),
     metrics=(*RECALL_METRICS, "gate", "heads"),
     notes=("Columns are tests, tokens / pairs; trainable patterns are trained on the task too, without weight decay.",),
