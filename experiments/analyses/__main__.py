@@ -2,7 +2,6 @@
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import tyro
@@ -10,26 +9,17 @@ import tyro
 from experiments.analyses import ANALYSES, Analysis
 from saf.cli.output import show
 from saf.errors import InputError, SafError
-from saf.records.files import read_json, to_json, write_json
+from saf.records.files import to_json, write_json
 
 
 def run(analysis: Analysis) -> None:
     """Measure, write the record, and print its tables."""
-    if analysis.out is not None and analysis.out.exists() and not _is_part(analysis.out, analysis.kind):
+    if analysis.out is not None and analysis.out.exists():
         raise InputError(f"{analysis.out} exists already; remove it, or write to another file")
     record = to_json(analysis.measure())
     if analysis.out is not None:
         write_json(analysis.out, record)
     show(record, *analysis.tables(record), as_json=False)
-
-
-def _is_part(path: Path, kind: str) -> bool:
-    """Return whether a file is the record of an analysis whose arms are not all measured."""
-    try:
-        record = read_json(path)
-    except InputError:
-        return False
-    return record.get("kind") == kind and "missing" in record
 
 
 def main(words: Sequence[str] | None = None) -> int:

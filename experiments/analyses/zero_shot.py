@@ -24,7 +24,7 @@ from experiments.records import Record
 from saf.calibration.capture import measurable_heads
 from saf.cli.output import print_progress
 from saf.data import TextData, TokenData, calibration_windows, sequential_windows, shuffled_windows
-from saf.errors import InputError, check_name
+from saf.errors import InputError
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
@@ -59,9 +59,7 @@ STYLES = {" pruned": "--", " in linear time": ":"}
 class ZeroShot(RunsModel):
     """Freeze heads of a trained model by each score at each rate, and compare its zero-shot accuracy by question.
 
-    With --out every arm is written as it ends, and the same command continues. To measure arms side by side on several
-    GPUs, measure --arms ordinary first, then give each process the same --out and its own --arms. Each writes the
-    record of all arms measured so far.
+    With --out every arm is written as it ends, and the same command continues.
     """
 
     kind = "zero-shot"
@@ -102,38 +100,23 @@ class ZeroShot(RunsModel):
     """Windows that heads are chosen by joint cost on, half of them to order the heads."""
     heal: int = 0
     """Tokens of healing; every arm and the ordinary model are then measured a second time."""
-    arms: tuple[str, ...] = ()
-    """Measure these arms alone, such as "ordinary" "forward_kl 10%"."""
     bos: bool = False
     """Begin each window with the tokenizer's BOS."""
 
     def measure(self) -> dict[str, Any]:
         """Return the record; raise InputError if files of arms are of another model, data or settings."""
-        if self.arms and self.out is None:
-            raise InputError("--arms needs --out, where the files of arms are kept")
-        # Misspelt arms are refused before the model is opened.
-        names = ("ordinary", *self.plan)
-        for name in self.arms:
-            check_name("--arms", name, names)
         if self.tasks:
             from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
         opened = self.open()
         study = Study(self, self._head(opened))
         ordinary = study.measure_once("ordinary", lambda: {"states": study.states(opened, "as it is")})
-        arms = {title: study.arm(title) for title in self.arms or self.plan if title != "ordinary"}
-        # Another process may have measured further arms: their files are read.
-        arms |= {title: study.arm(title) for title in self.plan if title not in arms and study.has(title)}
-        record = _record(ordinary, [arm for title in self.plan if (arm := arms.get(title)) is not None])
-        missing = [title for title in self.plan if title not in arms]
-        return {**record, "missing": missing} if missing else record
+        return _record(ordinary, [arm for title in self.plan if (arm := study.arm(title)) is not None])
 
     def _head(self, opened: OpenedModel) -> dict[str, Any]:
         """Return the first entries of the record: its header, model, longest input, precision and eligible heads."""
         data = {name: text.fingerprint for name, text in self.texts(opened).items()}
         device, hashes = device_name(pick_device(self.device)), {"model": opened.source.hash}
         head = self.header(device=device, checkpoints=hashes, data=data)
-        # Processes that measure different arms are of one study.
-        del head["settings"]["arms"]
         eligible = len(measurable_heads(adapter_for(opened.model)))
         check_rates(self.rates, eligible)
         return {
@@ -177,7 +160,7 @@ class ZeroShot(RunsModel):
         parts: list[Part] = [
             f"Zero-shot accuracy of {record['model']}: {questions:,} questions of {len(tasks)} tasks, inputs of up to "
             f"{record['length']:,} tokens, {record['precision']}; heads frozen without further training but for "
-            "healing." + (f" Not measured: {', '.join(record['missing'])}." if record.get("missing") else "")
+            "healing."
         ]
         if tasks:
             rows: list[list[Any]] = [
@@ -250,38 +233,29 @@ class Study:
     arms: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Arms by title: `facts` about their heads, and `states`, the measurements at once and, with --heal, healed."""
 
-    def path(self, title: str) -> Path | None:
-        """Return the file of an arm; None without --out."""
-        if (out := self.settings.out) is None:
-            return None
-        folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
-        return folder / f"{title.replace(',', '').replace('%', '').replace(' ', '-')}.json"
-
-    def has(self, title: str) -> bool:
-        """Return whether an arm has been measured."""
-        return title in self.arms or ((path := self.path(title)) is not None and path.is_file())
-
     def measure_once(self, title: str, measure: Callable[[], Record]) -> dict[str, Any]:
         """Return an arm, from its file if there is one, else measured; raise InputError for a file of another study."""
-        if title not in self.arms:
-            path = self.path(title)
-            if path is not None and path.is_file():
-                arm = read_json(path)
-                _check_origin(arm, to_json(self.head), path)
-            else:
-                arm = to_json({"name": title, "head": self.head, **measure()})
-                if path is not None:
-                    write_json(path, arm)
-            self.arms[title] = arm
-        return self.arms[title]
+        if title in self.arms:
+            return self.arms[title]
+        path = None
+        if (out := self.settings.out) is not None:
+            folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
+            path = folder / f"{title.replace('%', '').replace(' ', '-')}.json"
+        if path is not None and path.is_file():
+            arm = read_json(path)
+            _check_origin(arm, to_json(self.head), path)
+        else:
+            arm = to_json({"name": title, "head": self.head, **measure()})
+            if path is not None:
+                write_json(path, arm)
+        self.arms[title] = arm
+        return arm
 
     def arm(self, title: str) -> dict[str, Any] | None:
         """Return an arm, measured unless it was before; None for a control of an arm that froze nothing."""
         settings, planned = self.settings, self.settings.plan[title]
         if (other := planned.heads_of) is None:
             config = self._choosing(planned)
-        elif settings.arms and other not in settings.arms and not self.has(other):
-            raise InputError(f"the arm {title!r} has the heads of {other!r}; measure that one first")
         else:
             chosen = self.arm(other)
             assert chosen is not None  # which has heads of its own choice
