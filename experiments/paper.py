@@ -232,8 +232,12 @@ PARTIAL = {"spearman": "0.723", "layer": "0.733", "layer_entropy": "0.543", "wit
 """Of variance with the cost of single heads."""
 PROFILES = {"entropy": ("0.837", "0.678"), "local_mass": ("0.190", "0.407"), "first_token": ("0.00023", None)}
 """Selected heads, unselected heads of the same layers."""
+IN_FIRST_LAYERS = "21 to 24 of 36"
+"""Selected heads in the first four layers."""
 STABILITY = {"overlap": "30 to 31 of 36", "expected": "12.6 to 13.4", "rank_correlation": "0.959 to 0.962"}
 """A quarter and half through training."""
+RECOVERIES = {"25%": ("2.72%", "0.0061", "0.0062"), "75%": (None, "0.0123", "0.0086"), "100%": ("7.99%", None, None)}
+"""Perplexity at once, and the gap in nats 200 updates later and at the end, by the share of training before it."""
 JOINT_COST = {"residual_cosine": "+4.136%", "variance": "+5.092%", "overlap": "23 of 36"}
 ROW_DISTANCES = {"resampled": "1.10", "gaussian": "1.44", "dirichlet": "2.58"}
 """Median normalised energy distance of generated rows from measured ones."""

@@ -16,7 +16,7 @@ from experiments.analyses import ANALYSES, analysis_figure
 from experiments.benchmarks import TABLES, memory, named, read_benchmarks
 from experiments.figures import costs_figure, recipe_figure, speedups_figure
 from experiments.measurements import Measurement, records_of
-from experiments.recipe import recipe
+from experiments.recipe import Recipe, recipe
 from experiments.records import Record, read_records
 from experiments.tables import RecipeTable, markdown, measured_table, terminal
 from saf.compare import arm_names, arms_table, compare_all
@@ -278,17 +278,15 @@ def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
     if len(numbers := measured_table(table.recipe, measured)):
         title = f"{table.recipe.title}, measured ({table.scale})"
         yield Block(heading=heading, title=title, frame=numbers, cells=where)
-    speeds: dict[str, pd.DataFrame] = {}
-    for each in table.recipe.measurements:
-        for record in measured.get(each.name, ()):
-            for block in _measured(f"{table.recipe.title}, {each.name}", each, record, heading, where):
-                speeds[block.title] = block.frame
-                yield block
+    blocks = [
+        block for each in table.recipe.measurements for block in _measured(each, measured, table.recipe, heading, where)
+    ]
+    yield from blocks
     drawn = {figure.name: (figure.title, recipe_figure(figure, table)) for figure in table.recipe.figures}
     drawn |= {name.replace(" ", "-"): (name, analysis_figure(records)) for name, records in measured.items()}
     # The paper's figure draws the speedups of these recipes.
     if "fig:systems-across-stages" in table.recipe.labels:
-        drawn["speedups"] = "Speedups", speedups_figure(speeds)
+        drawn["speedups"] = "Speedups", speedups_figure({block.title: block.frame for block in blocks})
     for name, (title, picture) in drawn.items():
         if picture is not None:
             yield Block(heading=heading, picture=(title, f"{table.scale}-{table.name}-{name}.svg", picture))
@@ -344,38 +342,42 @@ def _analyses(folder: Path) -> Iterator[Block]:
 def _committed_benchmarks(kind: str, section: str, records: list[Record]) -> Iterator[Block]:
     """Yield the tables of a kind of benchmark, and its peak memory."""
     for title, frame in TABLES[kind](records):
-        yield _speeds(frame, heading=section, title=title, cells={"section": section})
+        yield _rated(frame, SPEED_COLUMNS, heading=section, title=title, cells={"section": section})
     yield Block(
         heading=section,
         text=f"Records: those of kind {kind} in results/bench; `in` of cells.csv names that of each row.",
     )
     if kind in ("update", "prefill"):
         heading = f"{section.removesuffix(': speed')}: peak memory"
-        yield _peaks(memory(records, kind), heading=heading, cells={"section": heading})
+        yield _rated(memory(records, kind), MEMORY_COLUMNS, heading=heading, cells={"section": heading})
 
 
-def _measured(name: str, each: Measurement, record: Record, heading: str, where: Mapping[str, str]) -> Iterator[Block]:
-    """Yield the tables of a recipe's analysis, or those of a benchmark and its peak memory."""
-    if record["kind"] not in TABLES:
+def _measured(
+    each: Measurement, measured: Mapping[str, list[Any]], recipe: Recipe, heading: str, where: Mapping[str, str]
+) -> Iterator[Block]:
+    """Yield the tables of a recipe's analysis, or those of a benchmark and its peak memory; of each seed's record."""
+    records = measured.get(each.name, [])
+    for record in records:
+        kind, seed = record["kind"], f", seed {record['experiment']['seed']}" if len(records) > 1 else ""
+        name = f"{recipe.title}, {each.name}{seed}"
+        if kind in TABLES:
+            own = named({each.name: {**record, "quoted_as": each.quoted_as}})
+            for title, frame in TABLES[kind](own):
+                yield _rated(frame, SPEED_COLUMNS, heading=heading, title=f"{name}: {title}", cells=where)
+            if record["memory"]:
+                title = f"{name}: peak memory"
+                yield _rated(memory(own, kind), MEMORY_COLUMNS, heading=heading, title=title, cells=where)
         for block in _analysis_blocks(heading, record, where):
-            if block.cells:
-                yield block if block.title in PAGE_TABLES else replace(block, text="", page=pd.DataFrame())
-        return
-    if (seed := record["experiment"]["seed"]) is not None:
-        name = f"{name}, seed {seed}"
-    records = named({each.name: {**record, "quoted_as": each.quoted_as}})
-    for title, frame in TABLES[record["kind"]](records):
-        yield _speeds(frame, heading=heading, title=f"{name}: {title}", cells=where)
-    if record["memory"]:
-        yield _peaks(memory(records, record["kind"]), heading=heading, title=f"{name}: peak memory", cells=where)
+            if block.cells and block.title in PAGE_TABLES:
+                yield block
+            elif block.cells:
+                title, cells = ": ".join(filter(None, [name, block.title])), {**where, "table": block.title}
+                yield replace(block, title=title, text="", page=pd.DataFrame(), cells=cells)
 
 
-def _speeds(frame: pd.DataFrame, **others: Any) -> Block:
-    return Block(frame=frame, page=_by_rate(frame, SPEED_COLUMNS), **others)
-
-
-def _peaks(frame: pd.DataFrame, **others: Any) -> Block:
-    return Block(frame=frame, page=_by_rate(frame, MEMORY_COLUMNS), **others)
+def _rated(frame: pd.DataFrame, words: Mapping[str, str], **others: Any) -> Block:
+    """Return the block of a table of benchmarks; `words` has the columns that pages show, by rate."""
+    return Block(frame=frame, page=_by_rate(frame, words), **others)
 
 
 def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | None:

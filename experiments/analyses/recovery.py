@@ -47,20 +47,18 @@ class Recovery(Analysis):
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        rows = [
-            [
-                percent(run["share"]),
-                signed(run["at_once"], 2),
-                *(signed(run[key], 4, "") for key in ("gap_after", "gap_at_end")),
-            ]
-            for run in record["runs"]
-        ]
+        rows = []
+        for run in record["runs"]:
+            share, gaps = percent(run["share"]), [signed(run[key], 4, "") for key in ("gap_after", "gap_at_end")]
+            ours = [signed(run["at_once"], 2), *gaps]
+            papers = paper.RECOVERIES.get(share, (None, None, None))
+            rows.append([share, *(cell for pair in zip(ours, papers, strict=True) for cell in pair)])
         conditions = (
             "Training loss after an intervention minus the ordinary run's at the same update, mean of "
             f"{record['window']} updates around each; perplexity at once is on the controller's windows."
         )
-        after = f"gap {record['after']:,} updates later, nats"
-        columns = ["intervention after", "perplexity at once", after, "gap at the end, nats"]
+        measured = ("perplexity at once", f"gap {record['after']:,} updates later, nats", "gap at the end, nats")
+        columns = ["intervention after", *(column for name in measured for column in (name, f"paper's {name}"))]
         return [conditions, Table.of("", columns, rows, [paper.RECOVERY.note])]
 
     @staticmethod

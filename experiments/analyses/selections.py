@@ -159,6 +159,9 @@ class Profiles(ModelAnalysis):
             mean = np.nanmean(np.array(values, dtype=float))
             cells = [float(mean), *(record["matched"].get(name) or (None, None))]
             rows.append([name.replace("_", " "), *map(number, cells), *(paper.PROFILES.get(name) or (None, None))])
+        if "in_first_layers" in record:
+            heads = f"{record['in_first_layers']} of {len(record['selected'])}"
+            rows.append([f"heads in the first {FIRST_LAYERS} layers", None, heads, None, paper.IN_FIRST_LAYERS, None])
         columns = [
             "profile",
             "all heads",

@@ -10,31 +10,6 @@ MIDPOINT = (checkpoint("4k-ordinary", 0.5),)
 # --- single heads: tab:selector-diagnostic, partial correlations, fig:head-selection-profiles (a, c, d)
 
 
-def _of_score(score: str, spearman: str, quarter: str, half: str) -> tuple[Number, ...]:
-    title, path = score.replace("_", " "), ("quality", score)
-    return (
-        Number(f"{title}, Spearman", (*path, "spearman"), spearman, signed=True),
-        Number(f"{title}, mean cost of the lowest 25%, %", (*path, "mean_cost", "0.25"), quarter),
-        Number(f"{title}, mean cost of the lowest 50%, %", (*path, "mean_cost", "0.5"), half),
-    )
-
-
-def _profile(title: str, name: str, selected: str, others: str | None, places: int) -> tuple[Number, ...]:
-    """Return the means of selected heads, then of unselected ones of the same layers."""
-    scale, path = 100.0 if title.endswith("%") else 1.0, ("matched", name)
-    return (
-        Number(f"{title}, selected", (*path, 0), selected, places, scale=scale),
-        Number(f"{title}, others of their layers", (*path, 1), others, places, scale=scale),
-    )
-
-
-_CORRELATIONS = {
-    "spearman": "variance and cost, no control",
-    "layer": "variance and cost, beyond layer",
-    "layer_entropy": "variance and cost, beyond layer and entropy",
-    "with_entropy": "variance and entropy",
-}
-
 RECIPES["one_head"] = Recipe(
     title="Costs of single heads and the scores that predict them",
     source=paper.SELECTORS,
@@ -46,19 +21,12 @@ RECIPES["one_head"] = Recipe(
             on=MIDPOINT,
             settings={"sequences": 32, "windows": 16, "heldout_sequences": 16},
             scaled={"smoke": {"max_fit_kl": 10.0}},
-            numbers=tuple(n for score, quoted in paper.SELECTOR_DIAGNOSTIC.items() for n in _of_score(score, *quoted)),
         ),
         Measurement(
             name="profiles",
             program="experiments.analyses profiles",
             on=MIDPOINT,
             settings={"selected": run_of("4k-mean-25"), "windows": 128},
-            numbers=(
-                *_profile("normalised entropy", "entropy", "0.837", "0.678", 3),
-                *_profile("mass of the 64 latest tokens, %", "local_mass", "19.0", "40.7", 1),
-                *_profile("mass of the first token, %", "first_token", "0.023", None, 3),
-                Number("heads selected in the first four layers", ("in_first_layers",), "21 to 24 of 36", 1),
-            ),
         ),
         Measurement(
             name="profiles on the calibration text",
@@ -72,10 +40,6 @@ RECIPES["one_head"] = Recipe(
             program="experiments.analyses partial-spearman",
             on=(record_of("one head"),),
             settings={"profiles": record_of("profiles on the calibration text")},
-            numbers=tuple(
-                Number(title, ("correlations", "variance", name), paper.PARTIAL[name], signed=True)
-                for name, title in _CORRELATIONS.items()
-            ),
         ),
     ),
 )
@@ -171,27 +135,9 @@ RECIPES["stability"] = Recipe(
 
 # --- recovery of the training loss; patterns over sequences
 
-_RECOVERIES = paper.lines("""
-    arm               | at   | at_once | gap_after | gap_at_end
-    4k-mean-25-at-25  | 25%  | 2.72    | 0.0061    | 0.0062
-    4k-mean-25-at-40  | 40%  |         |           |
-    4k-mean-25        | 50%  |         |           |
-    4k-mean-25-at-60  | 60%  |         |           |
-    4k-mean-25-at-75  | 75%  |         | 0.0123    | 0.0086
-    4k-mean-25-at-100 | 100% | 7.99    |           |
+_REPLACED = paper.split_words("""
+    4k-mean-25-at-25 4k-mean-25-at-40 4k-mean-25 4k-mean-25-at-60 4k-mean-25-at-75 4k-mean-25-at-100
 """)
-"""The cost at once, %; gaps 200 updates after replacement and at the end, in nats."""
-
-
-def _gaps(place: int) -> list[Number]:
-    line, columns = _RECOVERIES[place], [("at_once", "at once, %", 2)]
-    if line["at"] != "100%":
-        columns += [("gap_after", "200 updates later", 4), ("gap_at_end", "at the end", 4)]
-    return [
-        Number(f"at {line['at']}, {title}", ("runs", place, name), line.get(name), places, True)
-        for name, title, places in columns
-    ]
-
 
 RECIPES["recovery"] = Recipe(
     title="Recovery of the training loss at 25%",
@@ -201,10 +147,9 @@ RECIPES["recovery"] = Recipe(
         Measurement(
             name="gaps",
             program="experiments.analyses recovery",
-            on=(run_of("4k-ordinary"), *(run_of(line["arm"]) for line in _RECOVERIES)),
+            on=(run_of("4k-ordinary"), *map(run_of, _REPLACED)),
             settings={"window": 210, "after": 200},
             scaled={"smoke": {"window": 3, "after": 1}},
-            numbers=tuple(number for place in range(len(_RECOVERIES)) for number in _gaps(place)),
         ),
     ),
     notes=(

@@ -308,12 +308,6 @@ def _errors() -> list[Number]:
 _TRANSITIONS = ("rows", {"part": "transitions", "backend": "toeplitz"}, "max_abs")
 _OUTPUT = {"part": "layer", "backend": "toeplitz", "precision": "fp32", "tensor": "output"}
 _OF_OUTPUT = ("rows", _OUTPUT, "eager", "max_abs")
-_FORMS = {
-    "dense_by_layer": "matrices of whole layers",
-    "dense_packed": "matrices of frozen heads",
-    "allocated": "what execution allocates",
-    "compact": "vectors alone",
-}
 
 RECIPES["implementation"] = Recipe(
     title="Validation of the implementation",
@@ -341,10 +335,6 @@ RECIPES["implementation"] = Recipe(
             name="storage",
             program="experiments.analyses storage",
             on=(checkpoint("4k-mean-25", 1.0),),
-            numbers=tuple(
-                Number(f"{words}, GB", ("bytes", name), paper.STORAGE.get(name), scale=1e-9)
-                for name, words in _FORMS.items()
-            ),
         ),
     ),
     notes=("Of a pruned layer the largest error over its seven tensors is shown, from eager attention as all others.",),

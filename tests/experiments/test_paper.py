@@ -61,6 +61,9 @@ def test_benchmarks_are_set_beside_numbers_of_the_paper(source):
     tables = [speeds, paper.MEMORY, paper.TIMES, paper.FINETUNING_UPDATES, {0: paper.INTERVENTION}]
     quoted = [text for table in tables for cells in table.values() for text in cells.values()]
     quoted += [text for texts in (*paper.GRADIENT_ERRORS.values(), paper.PRUNED_ERRORS.values()) for text in texts]
+    analysed = (paper.SELECTOR_DIAGNOSTIC, paper.PROFILES, paper.RECOVERIES)
+    quoted += [text for table in analysed for texts in table.values() for text in texts if text]
+    quoted += [*paper.PARTIAL.values(), *paper.STABILITY.values(), *paper.STORAGE.values(), paper.IN_FIRST_LAYERS]
     known = printed(source)
     assert len(quoted) > 200
     assert [text for text in quoted if not numbers(text) <= known] == []
