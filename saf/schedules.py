@@ -24,7 +24,7 @@ from saf.heads import Head, HeadSet
 class Freeze:
     """Freeze the lowest-scoring live heads. Fields that are None leave the choice to the run's FreezeConfig."""
 
-    kind: str = "freeze"  # a run changes it to prune where its settings say so
+    kind: ClassVar[str] = "freeze"
     count: int | None = None  # heads to choose
     first: int | None = None  # of these, heads to freeze, the lowest first; the outcome has the others as `deferred`
     among: tuple[Head, ...] | None = None  # heads deferred earlier, to which the settings' conditions no longer apply

@@ -1,6 +1,6 @@
 """`FreezeCallback` freezes heads by a schedule while a `Trainer` of transformers trains.
 
-Schedules and events are those of `saf pretrain` (`saf.train.loop`). An event runs between two updates, after the
+Schedules and events are those of `saf pretrain` (saf/train/events.py). An event runs between two updates, after the
 checkpoint of the first one. A run that resumes from that checkpoint repeats the event.
 
 A Trainer passes callbacks neither itself nor the checkpoints that it loads. `patch_trainer` therefore wraps the methods
@@ -11,6 +11,8 @@ import gc
 import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from shutil import copyfile
@@ -25,7 +27,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 
 from saf.calibration import read_batches, read_sequences
 from saf.calibration.capture import check_vocabulary
-from saf.distributed import all_ranks_or_raise, on_rank0
+from saf.distributed import on_rank0
 from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
 from saf.freeze_config import FreezeConfig
 from saf.freezing import check_event
@@ -38,10 +40,10 @@ from saf.machine import Execution
 from saf.models.adapter import adapter_for, unwrap
 from saf.optimizer_state import unwrap_optimizer
 from saf.records.files import read_json, to_json
-from saf.records.run import EventRecord
-from saf.schedules import Event, OneTime, Outcome, Schedule, ValidationBudget, schedule_to_dict
+from saf.records.run import EventRecord, event_records
+from saf.schedules import OneTime, Proposer, Schedule, ValidationBudget, schedule_to_dict
 from saf.surgery import accept_wrapper, check_editable, uninstall_
-from saf.train.loop import apply_event, resolve_event
+from saf.train.events import Change, apply_due_events_
 from saf.train.start import check_freeze, start_proposer
 
 logger = logging.getLogger(__name__)
@@ -78,7 +80,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
         self.trainer: Any = None
         self._calibration, self._heldout = read_batches(calibration), read_batches(heldout) if heldout else []
         self._accept_loss = accept_loss
-        self._run: Any = None  # the state of a training, from `on_train_begin` on
+        self._training: Any = None  # a `_Training` from `on_train_begin` on
         if "gradient" in config.needs:
             raise UnsupportedError("a Trainer keeps no average of Q/K gradients; take another score")
         if config.trainable:
@@ -91,17 +93,17 @@ class FreezeCallback(TrainerCallback, ExportableState):
     @property
     def events(self) -> list[EventRecord]:
         """The events so far, in order."""
-        return list(self._run.events) if self._run else []
+        return self._training.events if self._training else []
 
     def state(self) -> dict[str, Any]:
         """Return the settings, the schedule's state and the events so far, for a checkpoint."""
-        progress, run = None, self._run
-        if run is not None:
+        progress, training = None, self._training
+        if training is not None:
             progress = {
                 "settings": self._settings(),
-                "updates": run.updates,
-                "schedule": run.proposer.state_dict(),
-                "events": [event.values for event in run.events],
+                "updates": training.updates,
+                "schedule": training.proposer.state_dict(),
+                "events": [*training.lines],
             }
         return {"args": {}, "attributes": {"progress": progress}}  # the form of `ExportableState`
 
@@ -111,33 +113,26 @@ class FreezeCallback(TrainerCallback, ExportableState):
         """Check model and settings, and start the schedule, or continue it from the checkpoint's state."""
         model, optimizer = options["model"], options.get("optimizer")
         execution = Execution(torch.device(args.device), "bf16" if args.bf16 else "fp32", compile=False)
-        config: Any = SimpleNamespace(freeze=self.config, schedule=self.schedule)
-        check_freeze(config, execution)
+        check_freeze(self.config, self.schedule, execution)
         self._check_trainer(args, state.max_steps)
         self._check_model(model, optimizer)
         if (stored := self._stored(state)) is None:
-            if self.events and self._run.model is model:
+            if self.events and self._training.model is model:
                 raise InputError("this model was frozen before: pass resume_from_checkpoint=True, or a new callback")
             self._check_choice(model, state.max_steps)
-        # A resumed schedule's shares refer to the original max_steps.
-        updates = state.max_steps if stored is None else stored["updates"]
+            stored = {"updates": state.max_steps, "schedule": None, "events": []}
+        updates = stored["updates"]  # a resumed schedule's shares refer to the original max_steps
         layouts = [site.layout for site in adapter_for(model).sites()]
-        proposer: Any = start_proposer(config, layouts, updates=updates, state=stored and stored["schedule"])
-        folder = Path(args.output_dir)
-        self._run = SimpleNamespace(
-            # What `apply_event` reads.
+        self._training = _Training(
+            trainer=self.trainer,
             model=model,
-            config=config,
-            execution=execution,
-            task=SimpleNamespace(calibration=lambda: self._calibration, heldout=lambda: self._heldout),
             updater=SimpleNamespace(optimizer=optimizer, gradient=None),
-            events=[] if stored is None else [EventRecord(folder, values) for values in stored["events"]],
-            say=lambda text: None,  # a Trainer prints its own progress
-            # What the callback itself reads.
-            proposer=proposer,
+            task=SimpleNamespace(calibration=lambda: self._calibration, heldout=lambda: self._heldout),
+            config=SimpleNamespace(freeze=self.config, schedule=self.schedule),
+            execution=execution,
+            proposer=start_proposer(self.config, self.schedule, layouts, updates=updates, state=stored["schedule"]),
             updates=updates,
-            stepped=False,  # whether the optimiser was checked after its first step
-            refused=None,  # the LossError of an event after the last update, raised once everything is saved
+            lines=list(stored["events"]),
         )
         # The Trainer saves only states that are entered here; a checkpoint without this callback has no entry.
         callbacks: Any = state.stateful_callbacks
@@ -145,82 +140,32 @@ class FreezeCallback(TrainerCallback, ExportableState):
 
     def on_step_begin(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
         """Apply the events that are due before an update, after the previous update's checkpoint."""
-        self._apply_due_(state.global_step, options["optimizer"])
+        apply_due_events_(self._training)
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **options: Any) -> None:
         """Check the optimiser after its first step; apply the events after the last update."""
-        run = self._run
-        if not run.stepped:
+        training = self._training
+        if not training.stepped:
             # Optimisers create their state in the first step; Adafactor's factored moments have no rows to move.
             check_editable(options["model"], options["optimizer"])
-            run.stepped = True
+            training.stepped = True
         if state.global_step >= state.max_steps:
             # A ValidationBudget measures the cost of its events itself, and undoes them.
             accepts = self._accept_loss or isinstance(self.schedule, ValidationBudget) or not self._heldout
-            guard = None if accepts else self._heldout
             try:
-                self._apply_due_(state.global_step, options["optimizer"], guard)
+                apply_due_events_(training, guard=None if accepts else self._heldout)
             except LossError as error:
-                run.refused = error
+                training.refused = error
 
     def on_train_end(self, args: Any, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Raise the LossError of an event after the last update. The Trainer has saved the model by now."""
-        if self._run.refused is not None:
-            raise self._run.refused
+        if self._training.refused is not None:
+            raise self._training.refused
 
     def on_log(self, args: Any, state: TrainerState, control: TrainerControl, logs: Any = None, **_: Any) -> None:
         """Pass the loss of an update to the schedule."""
-        if self._run and logs and "loss" in logs:
-            self._run.proposer.observe(state.global_step, float(logs["loss"]))
-
-    # --- events
-
-    def _apply_due_(self, update: int, optimizer: Any, guard: list[torch.Tensor] | None = None) -> None:
-        """Apply all events that the schedule proposes at an update; `guard` is that of `apply_event`."""
-        run = self._run
-        run.updater.optimizer = optimizer
-        while event := run.proposer.propose(update):
-            run.proposer.done(event, self._apply_(resolve_event(event, run.config), update, guard))
-
-    def _apply_(self, event: Event, update: int, guard: list[torch.Tensor] | None) -> Outcome:
-        """Apply one event in all processes or in none, and record it with the measurements of rank 0."""
-        run, trainer, before = self._run, self.trainer, self._heldout_loss(event.batches)
-        with all_ranks_or_raise():
-            change = apply_event(run, event, guard=guard)
-        rewrap_(trainer)
-        after = self._heldout_loss(event.batches)
-        # Rank 0's numbers for all: schedules that decide by the loss must decide alike on every rank.
-        before, after, seconds = on_rank0(lambda: (before, after, change.seconds))
-        number, losses = len(run.events) + 1, {"loss_before": before, "loss_after": after}
-        values = to_json(
-            {
-                "number": number,
-                "kind": event.kind,
-                "update": update,
-                "reason": event.reason,
-                "seconds": seconds,
-                "heads": change.heads.to_list(),
-                **losses,
-            }
-        )
-        run.events.append(EventRecord(Path(trainer.args.output_dir), values))
-        # `freeze_` has recorded the event for the model card, but knows neither update nor these losses.
-        card_events = config_entry(run.model.config).get("events", [])
-        if card_events and card_events[-1]["heads"] == values["heads"]:
-            card_events[-1] |= to_json({"update": update, **losses})
-        if trainer.is_world_process_zero():
-            logger.info("update %d: %s; held-out loss %.4f before, %.4f after", update, change.summary, before, after)
-        counts = {f"{kind}_heads": len(adapter_for(run.model).heads(kind)) for kind in EDITED}
-        measured = {} if math.isnan(before) else {f"heldout_{name}": loss for name, loss in losses.items()}
-        trainer.log({kind: count for kind, count in counts.items() if count} | measured)
-        return change.outcome(number, **losses)
-
-    def _heldout_loss(self, batches: int | None) -> float:
-        """Return the mean held-out loss in nats per token; NaN without held-out sequences."""
-        if not self._heldout:
-            return float("nan")
-        with self._run.execution.autocast():
-            return heldout_loss(self._run.model, self._heldout[:batches])
+        if self._training and logs and "loss" in logs:
+            self._training.proposer.observe(state.global_step, float(logs["loss"]))
 
     # --- checks before training
 
@@ -280,6 +225,70 @@ class FreezeCallback(TrainerCallback, ExportableState):
     def _settings(self) -> dict[str, Any]:
         """Return the settings as plain values; a resumed run must have the same."""
         return to_json({"config": self.config.to_dict(), "schedule": schedule_to_dict(self.schedule)})
+
+
+@dataclass(kw_only=True)
+class _Training:
+    """A training of a Trainer, with the parts that its events read and call (`saf.train.events.Training`)."""
+
+    trainer: Any
+    model: PreTrainedModel
+    updater: Any
+    task: Any
+    config: Any
+    execution: Execution
+    proposer: Proposer
+    updates: int
+    """The number of updates that the schedule's shares refer to."""
+    lines: list[dict[str, Any]]
+    """A line for each event so far."""
+    stepped: bool = False
+    """Whether the optimiser was checked after its first step."""
+    refused: LossError | None = None
+    """The error of an event after the last update, raised once everything is saved."""
+
+    @property
+    def update(self) -> int:
+        return self.trainer.state.global_step
+
+    @property
+    def events(self) -> list[EventRecord]:
+        return event_records(Path(self.trainer.args.output_dir), self.lines)
+
+    def say(self, text: str) -> None:
+        """Show nothing: a Trainer prints its own progress."""
+
+    def controller_loss(self, when: str, *, batches: int | None) -> float:
+        """Return the mean held-out loss that rank 0 measures, nats per token; NaN without held-out sequences."""
+
+        def measure() -> float:
+            with self.execution.autocast():
+                return heldout_loss(self.model, self.task.heldout()[:batches])
+
+        return on_rank0(measure) if self.task.heldout() else math.nan
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Let an event edit the model, which is whole on every rank, and rebuild its DDP buckets afterwards."""
+        yield
+        rewrap_(self.trainer)
+
+    def record_event(self, kind: str, line: dict[str, Any], change: Change) -> int:
+        """Keep an event's line for the checkpoints, log its losses, and return its number."""
+        number, trainer = len(self.lines) + 1, self.trainer
+        self.lines.append(to_json({"number": number, "kind": kind, **line}))
+        losses = {name: line[name] for name in ("loss_before", "loss_after")}
+        # `freeze_` has recorded the event for the model card, but knows neither update nor these losses.
+        card_events = config_entry(self.model.config).get("events", [])
+        if card_events and card_events[-1]["heads"] == line["heads"]:
+            card_events[-1] |= to_json({"update": self.update, **losses})
+        if trainer.is_world_process_zero():
+            words = "update %d: %s; held-out loss %.4f before, %.4f after"
+            logger.info(words, self.update, change.summary, *losses.values())
+        counts = {f"{kind}_heads": len(adapter_for(self.model).heads(kind)) for kind in EDITED}
+        measured = {f"heldout_{name}": loss for name, loss in losses.items()} if self.task.heldout() else {}
+        trainer.log({kind: count for kind, count in counts.items() if count} | measured)
+        return number
 
 
 def _row_length(trainer: Any) -> int:

@@ -234,9 +234,14 @@ def read_events(path: Path | str) -> list[EventRecord]:
     for number, line in enumerate(lines, start=1):
         if not {"kind", "heads"} <= line.keys():
             raise InputError(f"{path}, line {number}, must have a kind and heads")
+    return event_records(path.parent, lines)
+
+
+def event_records(folder: Path, lines: Sequence[Mapping[str, Any]]) -> list[EventRecord]:
+    """Return the records of the events with these lines, whose tensors are in `folder`."""
     # The line of an event was written before anybody knew that it would be undone: the undo's names it.
     undone = {line["undoes"]: line["number"] for line in lines if "undoes" in line}
-    return [EventRecord(path.parent, {**line, "undone_by": undone.get(line.get("number"))}) for line in lines]
+    return [EventRecord(folder, {**line, "undone_by": undone.get(line.get("number"))}) for line in lines]
 
 
 def events_file(path: Path | str) -> Path:

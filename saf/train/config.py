@@ -340,13 +340,7 @@ _ARITHMETIC = (
 
 
 def run_config(
-    config: TrainConfig,
-    *,
-    model: GPTConfig,
-    task: Task,
-    execution: Execution,
-    parent: dict[str, Any] | None,
-    processes: int = 1,
+    config: TrainConfig, model: GPTConfig, task: Task, execution: Execution, *, parent: Any, processes: int
 ) -> dict[str, Any]:
     """Return the contents of config.json; `train` holds the settings that decide the numbers of an update."""
     settings = config.to_dict()

@@ -1,34 +1,26 @@
 """A training run from top to bottom: `pretrain` starts it, does its updates and events, stops at a signal, and reports.
 
 An update is `run_update`, which calls the `Updater` (step.py). An event freezes or prunes heads, or makes them live
-again: `apply_event`, which calls `freeze_` and which the `Trainer` callback of transformers shares. `start_run`
-(start.py) builds or restores a `Run` (run.py), which holds the state, logs and checkpoints.
+again (events.py). `start_run` (start.py) builds or restores a `Run` (run.py), which holds the state, logs and
+checkpoints.
 """
 
 import os
 import signal
 import threading
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
 
-from saf.calibration import plan_calibration
 from saf.checkpoint import checkpoint_hash, latest
-from saf.distributed import all_ranks_or_raise, on_rank0, process_group
+from saf.distributed import on_rank0, process_group
 from saf.errors import DivergenceError, InputError
-from saf.freeze_config import FreezeConfig
-from saf.freezing import freeze_
-from saf.heads import Head, HeadSet
-from saf.machine import Execution, Stopwatch, one_host_thread
+from saf.machine import one_host_thread
 from saf.records.files import write_json
-from saf.records.run import STATE_AFTER, EventRecord, append_event
-from saf.schedules import Event, Freeze, OneTime, Outcome, Undo
-from saf.surgery import uninstall_
 from saf.train.config import TrainConfig
+from saf.train.events import apply_due_events_
 from saf.train.run import Run, write_result
 from saf.train.start import needs_gradient, start_run
 from saf.train.step import learning_rate
@@ -110,6 +102,19 @@ def _train(run: Run, stop: "StopRequest") -> bool:
     return True
 
 
+def _apply_due_events_(run: Run, *, saved: bool = False) -> None:
+    """Apply the events that are due, after a checkpoint of the state before them, unless there is one (`saved`)."""
+    budget, proposer = run.budget_share(), run.proposer
+    # Where the budget allows no update after an event, it would only cost.
+    if proposer is None or (budget is not None and budget > 1) or not proposer.propose(run.update):
+        return
+    if not saved:
+        run.save()  # a run that is killed during an event goes on from here, where the schedule proposes it again
+    apply_due_events_(run)
+    if not needs_gradient(run.config, proposer):
+        run.updater.gradient = None  # no later event reads it, and averaging costs time in every update
+
+
 # --- one update
 
 
@@ -182,169 +187,6 @@ def finish(run: Run) -> dict[str, Any]:
         checkpoints: dict[str, str | None] = {"final": on_rank0(lambda: checkpoint_hash(final))}
         report = run.task.report(run.model, run.execution, folder=run.folder, checkpoints=checkpoints)
     return on_rank0(lambda: write_result(run, final, report))
-
-
-# --- events
-
-
-def _apply_due_events_(run: Run, *, saved: bool = False) -> None:
-    """Apply the events that are due, after a checkpoint of the state before them, unless there is one (`saved`)."""
-    budget, proposer = run.budget_share(), run.proposer
-    if budget is not None and budget > 1:
-        return  # the budget allows no update after an event, so it would only cost
-    while proposer and (event := proposer.propose(run.update)):
-        # A run that is killed during an event goes on from here, where the schedule proposes it again.
-        if not saved:
-            run.save()
-        saved = True
-        proposer.done(event, _apply_and_record_(run, resolve_event(event, run.config)))
-        if not needs_gradient(run.config, proposer):
-            run.updater.gradient = None  # no later event reads it, and averaging costs time in every update
-
-
-def _apply_and_record_(run: Run, event: Event) -> Outcome:
-    """Apply one event and record it, with the controller loss before and after."""
-    before = run.controller_loss(f"before_{event.kind}", batches=event.batches)
-    with run.elapsed("freeze"), run.updater.parallel.whole(moments=True):
-        # An edit that fails on one rank is undone on all: none trains on with other heads than the rest.
-        with all_ranks_or_raise():
-            change = apply_event(run, event)
-        run.updater.compile_()  # still inside `whole`: the new engine takes the gathered weights over
-    after = run.controller_loss(f"after_{event.kind}", batches=event.batches)
-    losses = {"loss_before": before, "loss_after": after}
-    with run.elapsed("freeze"):
-        # Memory and times from before the heads changed say nothing about the updates to come.
-        run.last_change, run.peak_memory = run.update, None
-        run.recent.clear()
-        line = {"update": run.update, "reason": event.reason, "heads": change.heads.to_list(), **losses}
-        line |= {"seconds": change.seconds, **change.values}
-        number = on_rank0(lambda: append_event(run.folder, event.kind, line, change.tensors).number)
-    run.say(f"{change.summary}; took {sum(change.seconds.values()):.1f} s")
-    return change.outcome(number, **losses)
-
-
-class TrainerLike(Protocol):
-    """The parts of a training that an event reads: a run has them, and the callback of a Trainer of transformers."""
-
-    model: Any
-    updater: Any
-    """Its `optimizer`, and the `gradient` average that scores may read, or None."""
-    task: Any
-    """Its `calibration()` and `heldout()` sequences."""
-    config: Any
-    """Its `freeze` and `schedule` settings."""
-
-    @property
-    def execution(self) -> Execution: ...
-
-    @property
-    def events(self) -> list[EventRecord]: ...
-
-    def say(self, text: str) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Change:
-    """What an event did to the heads, for its record and for the schedule."""
-
-    heads: HeadSet
-    """The heads that it froze, pruned, or made live again."""
-    summary: str
-    """The heads in words."""
-    seconds: dict[str, float]
-    """Seconds of its parts."""
-    lowest_score: float | None = None
-    """Lowest score among the heads frozen or pruned."""
-    deferred: tuple[Head, ...] = ()
-    """Heads chosen for later events."""
-    values: dict[str, Any] = field(default_factory=dict)
-    """Entries of its kind in the line of events.jsonl."""
-    tensors: dict[str, Tensor] = field(default_factory=dict)
-
-    def outcome(self, number: int, *, loss_before: float, loss_after: float) -> Outcome:
-        """Return what the schedule reads of it, with its number in the run and the losses around it."""
-        chosen = {"lowest_score": self.lowest_score, "deferred": self.deferred}
-        return Outcome(number=number, heads=self.heads, loss_before=loss_before, loss_after=loss_after, **chosen)
-
-
-def resolve_event(event: Event, config: Any) -> Event:
-    """Return the event to apply: schedules propose to freeze where the settings may say to prune."""
-    if isinstance(event, Freeze) and config.freeze is not None and config.freeze.operation == "prune":
-        return replace(event, kind="prune")
-    return event
-
-
-def apply_event(trainer: TrainerLike, event: Event, *, guard: list[Tensor] | None = None) -> Change:
-    """Change the model and its optimiser between two updates; errors are those of `freeze_` and `uninstall_`.
-
-    With the sequences `guard` no training follows, and an event that costs too much on them is refused.
-    """
-    return _undo(trainer, event) if isinstance(event, Undo) else _freeze(trainer, event, guard)
-
-
-def _freeze(trainer: TrainerLike, event: Freeze, guard: list[Tensor] | None) -> Change:
-    """Freeze or prune the event's share of heads by the recipe that the settings describe."""
-    freeze, schedule = trainer.config.freeze, trainer.config.schedule
-    batches = trainer.task.calibration()
-    inputs = {"gradient": trainer.updater.gradient} if trainer.updater.gradient else {}
-    if "outputs" in freeze.needs:
-        inputs["outputs"] = trainer.task.heldout()
-    heldout = trainer.task.heldout() if freeze.uses_joint_cost and guard is None else guard
-    # Attention is measured in the precision in which it trains.
-    with trainer.execution.autocast():
-        trainer.say(str(plan_calibration(trainer.model, batches, collect=freeze.collect)))
-        report = freeze_(
-            trainer.model,
-            batches,
-            _settings_of(event, freeze),
-            optimizer=trainer.updater.optimizer,
-            heldout=heldout,
-            accept_loss=guard is None,
-            score_inputs=inputs,
-            max_heads=event.first,
-            # One event that freezes nothing is an error. Of several, a later one may find no head that is left.
-            allow_empty=event.below is not None or not isinstance(schedule, OneTime) or freeze.asks_for_none,
-        )
-    return Change(
-        heads=report.heads,
-        summary=report.summary,
-        seconds=report.seconds,
-        lowest_score=min((float(report.scores[head]) for head in report.heads), default=None),
-        deferred=report.deferred,
-        values=report.to_dict(),
-        tensors=report.tensors(),
-    )
-
-
-def _settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
-    """Return the run's settings with the event's own kind, heads, count and limit."""
-    freeze = replace(freeze, operation=event.kind)
-    if event.among is not None:
-        # The conditions on all heads applied when these were chosen. Heads that the settings name are refused where one
-        # does not fit; others are skipped.
-        free = {"heads": None, "exclude": (), "max_per_layer": None, "match": None, "match_heads": None, "below": None}
-        if freeze.heads is not None:
-            chosen: dict[str, Any] = {"heads": event.among}
-        else:
-            chosen = {"only": event.among, "count": len(event.among)}
-        freeze = replace(freeze, **(free | chosen))
-    if event.below is not None:
-        freeze = replace(freeze, below=event.below)
-    return freeze if event.count is None else replace(freeze, count=event.count)
-
-
-def _undo(trainer: TrainerLike, event: Undo) -> Change:
-    """Make the heads of an earlier event of this run live again, with the rows and moments that they had then."""
-    recorded = on_rank0(lambda: trainer.events)  # other machines may see the file later
-    undoable = {record.number: record for record in recorded if record.kind in ("freeze", "prune")}
-    if event.event not in undoable:
-        raise InputError(f"an event to undo must be one of {sorted(undoable)}, got {event.event}")
-    record = undoable[event.event]
-    heads, timer = HeadSet(record.heads), Stopwatch(trainer.execution.device)
-    with timer("uninstall"):
-        uninstall_(trainer.model, heads, optimizer=trainer.updater.optimizer)
-    summary = f"{len(heads)} heads {STATE_AFTER[record.kind]} by event {event.event} are live again"
-    return Change(heads=heads, summary=summary, seconds=timer.seconds, values={"undoes": event.event})
 
 
 # --- signals

@@ -24,13 +24,14 @@ from saf.models import GPT
 from saf.models.adapter import adapter_for
 from saf.records.files import append_line, file_hash, fsync, read_json, read_lines, write_json
 from saf.records.result import result_header
-from saf.records.run import MANIFEST, EventRecord, arm_of, heads_edited_by, read_events
+from saf.records.run import MANIFEST, EventRecord, append_event, arm_of, heads_edited_by, read_events
 from saf.records.table import plain
 from saf.records.table import seconds as in_words
 from saf.schedules import Proposer
 from saf.surgery import pattern_parameters
 from saf.tasks import Task
 from saf.train.config import TrainConfig
+from saf.train.events import Change
 from saf.train.step import Updater, UpdateResult
 
 GRADIENT = "qk_gradient"
@@ -171,6 +172,26 @@ class Run:
         remove_old_checkpoints_(self.checkpoints, keep=self.config.keep, protect=protect)
         line = {"checkpoint": path.name, "hash": content_hash, "elapsed": self.elapsed.state_dict()}
         append_line(self.folder / "clock.jsonl", line)
+
+    # --- events
+
+    @contextmanager
+    def editing(self) -> Iterator[None]:
+        """Hold the whole model and optimiser for an edit, then prepare updates for the heads that there are now."""
+        with self.elapsed("freeze"), self.updater.parallel.whole(moments=True):
+            yield
+            self.updater.compile_()  # still inside `whole`: the new engine takes the gathered weights over
+
+    def record_event(self, kind: str, line: dict[str, Any], change: Change) -> int:
+        """Append an event to events.jsonl, with its tensors beside, and return its number."""
+        with self.elapsed("freeze"):
+            # Memory and times from before the heads changed say nothing about the updates to come.
+            self.last_change, self.peak_memory = self.update, None
+            self.recent.clear()
+            values, tensors = (change.report.to_dict(), change.report.tensors()) if change.report else ({}, {})
+            number = on_rank0(lambda: append_event(self.folder, kind, line | values, tensors).number)
+        self.say(f"{change.summary}; took {sum(change.seconds.values()):.1f} s")
+        return number
 
     def report_path(self, update: int) -> Path:
         """Return the file of the report on the model after an update that is not the last one."""
@@ -359,8 +380,8 @@ class RunLog:
 def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any]:
     """Write result.json with the task's report of the checkpoint `final`, and return it.
 
-    `train_loss` averages the last twentieth of the updates (at most 100). `missing` names events, reports and seconds
-    that differ from the settings.
+    `train_loss` averages the last twentieth of the updates (at most 100). `missing` has a sentence for each setting
+    that the run did not keep, such as a time budget that it exceeded; it is empty for a run that did all.
     """
     config, metrics, events = run.config, read_lines(run.folder / "metrics.jsonl"), run.events
     # The checkpoint that a comparison looks for: that from which a frozen arm and its ordinary arm went on.
@@ -406,7 +427,7 @@ def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any
 
 
 def _missing(run: Run, events: list[EventRecord], reports: dict[int, Any]) -> Iterator[str]:
-    """Yield differences from the settings: time beyond the budget, events without effect, reports that are missing."""
+    """Yield a sentence for each setting that the run did not keep: its time budget, its events, its reports."""
     budget, used = run.config.time_budget_seconds or math.inf, run.elapsed.total
     if used > 1.001 * budget:  # updates of the same work differ by a thousandth
         yield f"time: the budget was {budget:.2f} s, and the run used {used:.2f} s"

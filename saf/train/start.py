@@ -5,7 +5,6 @@ checks of settings and schedules.
 """
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -21,7 +20,7 @@ from saf.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_s
 from saf.data.loader import INDEX_FILE
 from saf.distributed import all_gather, all_ranks_or_raise, is_rank0, on_rank0
 from saf.errors import CheckpointError, InputError, UnsupportedError
-from saf.freeze_config import check_heads
+from saf.freeze_config import FreezeConfig, check_heads
 from saf.heads import HeadLayout
 from saf.machine import Execution
 from saf.models import GPT, GPTConfig
@@ -32,7 +31,7 @@ from saf.ops.loss_and_gelu import chunk_rows
 from saf.records.files import locked, read_lines, remove_leftovers_, write_json, write_lines
 from saf.records.run import inherit_events, keep_events_, read_events
 from saf.records.table import byte_size
-from saf.schedules import Freeze, Gradual, OneTime, Proposer, setting_of_moment
+from saf.schedules import Freeze, Gradual, OneTime, Proposer, Schedule, setting_of_moment
 from saf.scores import HOW_TO_MEASURE, score_name
 from saf.tasks import TASKS, Task, TextTask
 from saf.train.config import (
@@ -66,46 +65,24 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     """
     elapsed, folder = Elapsed(), Path(config.out)
     with all_ranks_or_raise():
-        if is_rank0():
-            # Next to the folder, not in it: a run that is refused leaves no folder.
-            busy = InputError(f"another process trains in {folder}; wait for it, then resume")
-            absolute = folder.absolute()
-            locks.enter_context(locked(absolute.with_name(f".{absolute.name}.lock"), busy))
+        _lock_(folder, locks)
         _check_folder(folder, config, resume=resume)
-        execution = Execution.of(
-            config.device,
-            precision=config.precision,
-            compile=config.compile,
-            activation_checkpointing=config.activation_checkpointing,
-            several_events=bool(config.freeze) and not isinstance(config.schedule, OneTime),
-        )
+        execution = _execution(config)
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
-        _check_early(config, execution, task)
+        _check_settings(config, execution, task)
         parallel = parallel_of(config.parallel, parameters=shape.num_parameters, execution=execution)
         _check_memory(config, execution, shape, parallel)
         origin = _open_origin(config, folder, shape, task, resume=resume)
-        model, optimizer = _build(config, shape, execution, origin, moments_on_cpu=parallel.kind == Shards.kind)
+        model, optimizer = _build(config, execution, shape, origin, parallel)
         proposer = _start_schedule(config, model, origin)
-        gradient = _start_gradient(model, config, proposer, origin)
-        trained = (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
-        if parallel.kind == Shards.kind and (gradient is not None or trained):
-            unsupported = "fsdp takes neither trained patterns nor averages of Q/K gradients"
-            raise UnsupportedError(f"{unsupported}; take parallel='ddp'")
-        graphed = _uses_graphs(config, execution, parallel, task, model, trained_patterns=trained)
+        gradient = _start_gradient(config, model, proposer, origin)
+        _check_shards(config, parallel, model, gradient)
+        graphed = _uses_graphs(config, execution, task, parallel, model)
         accumulation = micro_batches_per_rank(config.accumulation, parallel.processes, batch_size=config.batch_size)
     # All ranks have looked at the folder before the first one writes.
-    record = run_config(
-        config,
-        model=shape,
-        task=task,
-        execution=execution,
-        parent=origin.parent,
-        processes=parallel.processes,
-    )
+    record = run_config(config, shape, task, execution, parent=origin.parent, processes=parallel.processes)
     on_rank0(lambda: _write_folder_(folder, config, record, origin))
-    if origin.state:
-        elapsed.load_state_dict(origin.state["elapsed"], branch=not origin.resumed)
     # Outside of `all_ranks_or_raise`: ranks that train together wait for each other in it.
     updater = Updater(
         model=model,
@@ -128,17 +105,31 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         elapsed=elapsed,
         start=origin.start,
         parent_hash=origin.parent["hash"] if origin.parent else None,
-        # A parent's, too: the best guess of the first update's seconds.
-        recent=deque(origin.state.get("recent", ()), maxlen=8),
     )
-    # Of this run alone: rewarming and timing begin after its newest event, not after a parent's.
-    own = on_rank0(lambda: [event.update or 0 for event in run.events if "inherited" not in event.values])
-    run.last_change = max(own, default=None)
+    _continue_(run, origin)
     if is_rank0():
         run.log = RunLog(run)
     if parallel.processes > 1:
-        run.say(f"{parallel.processes} processes ({parallel.kind}) take {run.updater.accumulation} micro-batches each")
+        run.say(f"{parallel.processes} processes ({parallel.kind}) take {accumulation} micro-batches each")
     return run
+
+
+def _lock_(folder: Path, locks: ExitStack) -> None:
+    """Lock a run's folder on rank 0, or raise InputError while another process trains in it."""
+    if is_rank0():
+        # Next to the folder, not in it: a run that is refused leaves no folder.
+        file = folder.absolute().with_name(f".{folder.absolute().name}.lock")
+        locks.enter_context(locked(file, InputError(f"another process trains in {folder}; wait for it, then resume")))
+
+
+def _execution(config: TrainConfig) -> Execution:
+    return Execution.of(
+        config.device,
+        precision=config.precision,
+        compile=config.compile,
+        activation_checkpointing=config.activation_checkpointing,
+        several_events=config.freeze is not None and not isinstance(config.schedule, OneTime),
+    )
 
 
 # --- checks
@@ -157,7 +148,7 @@ def _check_folder(folder: Path, config: TrainConfig, *, resume: bool) -> None:
         check_same_run(config, read_run_config(folder)["settings"])
 
 
-def _check_early(config: TrainConfig, execution: Execution, task: Task) -> None:
+def _check_settings(config: TrainConfig, execution: Execution, task: Task) -> None:
     """Raise before training for what would fail at the first event or update."""
     # Ranks that differ would train one model by several settings, or wait for each other forever.
     first, *others = all_gather({**config.to_dict(), "data's fingerprint": task.fingerprint})
@@ -166,24 +157,21 @@ def _check_early(config: TrainConfig, execution: Execution, task: Task) -> None:
             raise InputError(f"process {rank} must have the settings and data of the first one: {differing}")
     freeze = config.freeze
     task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
-    check_freeze(config, execution)
-    if freeze is not None:
+    if freeze is not None and config.schedule is not None:
+        check_freeze(freeze, config.schedule, execution)
         freeze.check_calibration(sequences=config.calibration_sequences)
     with pinned(config.kernel, execution.device):  # raises where the kernel cannot run here
         pass
 
 
-def check_freeze(config: Any, execution: Execution) -> None:
+def check_freeze(freeze: FreezeConfig, schedule: Schedule, execution: Execution) -> None:
     """Raise InputError or UnsupportedError now, not at the freezing point, for settings that cannot work there."""
-    freeze, schedule = config.freeze, config.schedule
-    if freeze is None:
-        return
-    if schedule is not None and not isinstance(schedule, OneTime | Gradual):
+    if not isinstance(schedule, OneTime | Gradual):
         names = ("heads", "match", "match_heads", "max_per_layer", "below")
         if wrong := [name for name in names if getattr(freeze, name) is not None]:
             reason = f"left out with a {schedule.name} schedule, which selects heads anew; give only or exclude"
             raise InputError(f"{' and '.join(wrong)} must be {reason}")
-    if freeze.whole_groups and schedule is not None and not isinstance(schedule, OneTime):
+    if freeze.whole_groups and not isinstance(schedule, OneTime):
         raise InputError(f"whole_groups needs a one_time schedule, got {schedule.name}, which may split a KV group")
     # Weights are float32 in either case: attention computes in the precision of autocast.
     dtype = torch.bfloat16 if execution.precision == "bf16" else torch.float32
@@ -280,7 +268,7 @@ class Origin:
 
 
 def _open_origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task, *, resume: bool) -> Origin:
-    """Open the checkpoint that training goes on from, if there is one, and take over its random state."""
+    """Open the checkpoint that training goes on from, if there is one."""
     own = on_rank0(lambda: latest(folder / "checkpoints")) if resume else None
     parent = read_run_config(folder)["parent"] if own is not None else None
     if (path := own or config.parent) is None:
@@ -300,7 +288,6 @@ def _open_origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task
                 raise CheckpointError(f"{checkpoint.path} must have {expected}")
             return Origin(checkpoint, parent=parent)
     task.check_continues(checkpoint.state, checkpoint.path)
-    restore_random_state(checkpoint.state["random"])
     return Origin(checkpoint, own is not None, checkpoint.state, parent)
 
 
@@ -318,11 +305,22 @@ def _parent_entry(config: TrainConfig, checkpoint: Checkpoint) -> dict[str, Any]
     return {**entry, "frozen_from": checkpoint.parent} if read_events(checkpoint.path) else entry
 
 
+def _continue_(run: Run, origin: Origin) -> None:
+    """Take over random state and seconds from the origin, and the place of the run's own newest event."""
+    if origin.state:
+        restore_random_state(origin.state["random"])
+        run.elapsed.load_state_dict(origin.state["elapsed"], branch=not origin.resumed)
+        run.recent.extend(origin.state["recent"])  # a parent's, too: the best guess of the first update's seconds
+    # Of this run alone: rewarming and timing begin after its newest event, not after a parent's.
+    own = on_rank0(lambda: [event.update or 0 for event in run.events if "inherited" not in event.values])
+    run.last_change = max(own, default=None)
+
+
 # --- model, optimiser, schedule and gradient average at the origin
 
 
 def _build(
-    config: TrainConfig, shape: GPTConfig, execution: Execution, origin: Origin, *, moments_on_cpu: bool
+    config: TrainConfig, execution: Execution, shape: GPTConfig, origin: Origin, parallel: Parallel
 ) -> tuple[GPT, AdamW]:
     """Return model and optimiser on the device: the checkpoint's, or drawn from the run's seed."""
     if checkpoint := origin.checkpoint:
@@ -341,7 +339,7 @@ def _build(
         site.pin(config.kernel)
     if checkpoint and origin.state:
         # Whole moments take 8 bytes a parameter, which fsdp is for not having on every device.
-        return model, checkpoint.optimizer(model, device="cpu" if moments_on_cpu else None)
+        return model, checkpoint.optimizer(model, device="cpu" if parallel.kind == Shards.kind else None)
     return model, build_optimizer(model, betas=config.betas, weight_decay=config.weight_decay)
 
 
@@ -351,11 +349,11 @@ def _start_schedule(config: TrainConfig, model: GPT, origin: Origin) -> Proposer
     Raises InputError or SelectionError where its events cannot choose their heads, and InputError where the first comes
     after the run's end.
     """
+    if config.freeze is None or config.schedule is None:
+        return None
     layouts = [site.layout for site in adapter_for(model).sites()]
     state = origin.state.get("schedule") if origin.resumed else None
-    proposer = start_proposer(config, layouts, updates=config.updates, state=state)
-    if proposer is None or config.freeze is None or config.schedule is None:
-        return None
+    proposer = start_proposer(config.freeze, config.schedule, layouts, updates=config.updates, state=state)
     if not origin.resumed:
         check_heads(config.freeze, layouts, allow_empty=config.freeze.asks_for_none)
     first, end = config.freeze_update, origin.start + (config.update_budget or math.inf)
@@ -366,18 +364,16 @@ def _start_schedule(config: TrainConfig, model: GPT, origin: Origin) -> Proposer
 
 
 def start_proposer(
-    settings: Any, layouts: Sequence[HeadLayout], *, updates: int, state: dict[str, Any] | None
-) -> Proposer | None:
-    """Return the schedule's state machine, in `state` where training goes on; None without freezing."""
-    if settings.freeze is None or settings.schedule is None:
-        return None
+    freeze: FreezeConfig, schedule: Schedule, layouts: Sequence[HeadLayout], *, updates: int, state: Any
+) -> Proposer:
+    """Return the schedule's state machine, in `state` where training goes on."""
     heads = sum(layout.num_heads for layout in layouts)
-    live = sum(layout.num_live for layout in layouts)
-    limit = settings.freeze.requested(heads)
+    limit = freeze.requested(heads)
+    if state is None:
+        return schedule.start(updates=updates, heads=heads, limit=min(limit, sum(each.num_live for each in layouts)))
     # A run that is resumed froze some of the live heads that it began with; the state has their number.
-    proposer = settings.schedule.start(updates=updates, heads=heads, limit=min(limit, live) if state is None else limit)
-    if state is not None:
-        proposer.load_state_dict(state)
+    proposer = schedule.start(updates=updates, heads=heads, limit=limit)
+    proposer.load_state_dict(state)
     return proposer
 
 
@@ -388,7 +384,7 @@ def needs_gradient(config: TrainConfig, proposer: Proposer | None) -> bool:
 
 
 def _start_gradient(
-    model: nn.Module, config: TrainConfig, proposer: Proposer | None, origin: Origin
+    config: TrainConfig, model: nn.Module, proposer: Proposer | None, origin: Origin
 ) -> QKGradient | None:
     """Return the average of Q/K gradients that a run updates, or None.
 
@@ -416,12 +412,20 @@ def recorded_gradient(model: nn.Module, state: Mapping[str, Any]) -> QKGradient 
     return gradient
 
 
-def _uses_graphs(
-    config: TrainConfig, execution: Execution, parallel: Parallel, task: Task, model: GPT, *, trained_patterns: bool
-) -> bool:
+# --- what updates of this model allow
+
+
+def _check_shards(config: TrainConfig, parallel: Parallel, model: GPT, gradient: QKGradient | None) -> None:
+    """Raise UnsupportedError where a sharded model would need gradients that are whole on every rank."""
+    if parallel.kind == Shards.kind and (gradient is not None or _trains_patterns(config, model)):
+        unsupported = "fsdp takes neither trained patterns nor averages of Q/K gradients"
+        raise UnsupportedError(f"{unsupported}; take parallel='ddp'")
+
+
+def _uses_graphs(config: TrainConfig, execution: Execution, task: Task, parallel: Parallel, model: GPT) -> bool:
     """Return whether micro-batches are replayed as CUDA graphs; raise UnsupportedError where they must but cannot."""
-    lengths = config.finetuning is not None
-    unsupported = graphs_unsupported(execution, parallel.kind, trained_patterns=trained_patterns, many_lengths=lengths)
+    trained, lengths = _trains_patterns(config, model), config.finetuning is not None
+    unsupported = graphs_unsupported(execution, parallel.kind, trained_patterns=trained, many_lengths=lengths)
     if config.graphs == "on" and unsupported is not None:
         raise UnsupportedError(unsupported)
     if config.graphs == "auto":
@@ -429,6 +433,11 @@ def _uses_graphs(
         size = config.batch_size * task.length * model.config.hidden_size
         return unsupported is None and not lengths and size <= GRAPHED_SIZE
     return config.graphs == "on"
+
+
+def _trains_patterns(config: TrainConfig, model: GPT) -> bool:
+    """Return whether the run trains patterns, of its own events or of its parent's."""
+    return (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
 
 
 # --- the folder

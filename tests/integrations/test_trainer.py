@@ -76,6 +76,8 @@ def test_killed_and_resumed_it_ends_bit_for_bit_the_same(schedule, tmp_path):
     whole = trainer(tmp_path / "whole", first := new_callback(), **options)
     whole.train()
     assert [event.kind for event in first.events] == kinds
+    undone = [event.number for event in first.events if event.kind == "freeze"] if "undo" in kinds else []
+    assert [event.values["undoes"] for event in first.events if event.kind == "undo"] == undone
     for after in (3, 7) if schedule == "one_time" else (5,):
         folder = tmp_path / str(after)
         if after == 3:  # an earlier training leaves its files about heads in checkpoint-2

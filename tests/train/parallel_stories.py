@@ -263,10 +263,10 @@ def failures(rank: int, config) -> None:
         assert digest(before.values()) == digest(watch.run.model.state_dict().values()), "rank 0 undid its edit"
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            patch.setattr("saf.train.loop.plan_calibration", lambda *_, **__: {}["plan"])
+            patch.setattr("saf.train.events.plan_calibration", lambda *_, **__: {}["plan"])
         error, words = (KeyError, "plan") if rank else (SafError, "process 1 failed: KeyError: 'plan'")
         with pytest.raises(error, match=words):
             pretrain(config("unlike", freeze=FREEZE))
-        patch.setattr("saf.train.loop.plan_calibration", lambda *_, **__: os._exit(9) if rank else "")
+        patch.setattr("saf.train.events.plan_calibration", lambda *_, **__: os._exit(9) if rank else "")
         with pytest.raises((SafError, RuntimeError)):  # and no waiting for a rank that ended
             pretrain(config("lost", freeze=FREEZE))

@@ -13,7 +13,9 @@ import pytest
 import torch
 
 import saf.checkpoint as checkpoint
+import saf.train.events as events
 import saf.train.loop as loop
+import saf.train.run as run
 from saf.errors import CheckpointError, InputError
 from saf.freeze_config import FreezeConfig
 from saf.records.files import locked, read_json, read_lines
@@ -39,8 +41,8 @@ CASES = {
     ("case", "owner", "name", "call"),
     [
         ("ordinary", checkpoint, "write_manifest", 3),
-        ("frozen", loop, "freeze_", 1),
-        ("frozen", loop, "append_event", 1),
+        ("frozen", events, "freeze_", 1),
+        ("frozen", run, "append_event", 1),
         ("frozen", loop, "finish", 1),
         ("trainable, random windows", loop, "run_update", 11),
         ("gradients", loop, "run_update", 5),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import saf.train.events
 import saf.train.loop as loop
 import saf.train.run
 import saf.train.step
@@ -206,7 +207,7 @@ def test_gradual_freezes_the_chosen_heads_in_groups_and_patterns_installed_stay(
     assert len(after) == 4
     assert all(torch.equal(after[head], pattern) for head, pattern in before.items())
     config = settings(**changes)
-    killed_and_resumed(config, loop, "append_event", 2)
+    killed_and_resumed(config, saf.train.run, "append_event", 2)
     assert outcome(config.out) == outcome(folder)
 
 
@@ -227,7 +228,7 @@ def test_a_run_whose_groups_were_all_undone_is_the_ordinary_run(settings, finish
     monkeypatch.setattr(Run, "controller_loss", costly)
     ordinary = outcome(finished(settings(), "ordinary"))
     config = settings(freeze=PRUNE if kind == "prune" else HALF, schedule=ValidationBudget(begin=0.5, every=0.25))
-    result = killed_and_resumed(config, loop, "uninstall_", 1) if killed else pretrain(config)
+    result = killed_and_resumed(config, saf.train.events, "uninstall_", 1) if killed else pretrain(config)
     events = [(1, kind, 6, 1, 2), (2, "undo", 6, 1, None), (3, kind, 9, 1, 4), (4, "undo", 9, 1, None)]
     assert events_of(config.out) == events
     first, undo, *_ = read_events(config.out)
