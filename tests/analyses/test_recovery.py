@@ -42,7 +42,7 @@ def test_the_gap_is_smoothed_and_shown_after_so_many_updates_and_at_the_end(make
     assert run["at_once"] == pytest.approx(100 * math.expm1(0.02))
     assert (after_training["share"], after_training["gap_after"], after_training["updates"]) == (1.0, None, [])
     _, table = Recovery.tables(record)
-    assert table.rows[0] == ("50%", "+2.02%", "+0.0600", "+0.0050")
+    assert table.rows[0] == ("50%", "+2.02%", "–", "+0.0600", "–", "+0.0050", "–")
     assert "after 50%" in analysis_figure([record])
 
 
