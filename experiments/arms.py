@@ -254,13 +254,13 @@ def _staged() -> Iterator[Arm]:
     trunk, frozen = "16k-staged-ordinary", "16k-staged-exponential-50"
     # A tenth of the updates before the event, in which heads learn to attend beyond 4K.
     yield Arm(name=trunk, parent="4k-ordinary", at=0.4, context=CONTEXTS["16k"])
-    for name, settings, heads, kind in (
-        (frozen, freeze(0.5, storage="exponential"), None, "exponential"),
-        (f"{frozen}-pruned", PRUNE, frozen, "pruned"),
-    ):
-        branch = partial(Arm, parent=trunk, settings=settings, heads=heads)
-        yield branch(name=name)
-        yield branch(name=f"{name}-time", match=trunk, scaled=matched_time("16k", kind, 0.5))
+    branch, timed = partial(Arm, parent=trunk), partial(Arm, parent=trunk, match=trunk)
+    speeds = {kind: matched_time("16k", kind, 0.5) for kind in ("exponential", "pruned")}
+    linear = freeze(0.5, storage="exponential")
+    yield branch(name=frozen, settings=linear)
+    yield branch(name=f"{frozen}-pruned", settings=PRUNE, heads=frozen)
+    yield timed(name=f"{frozen}-time", settings=linear, scaled=speeds["exponential"])
+    yield timed(name=f"{frozen}-pruned-time", settings=PRUNE, scaled=speeds["pruned"], heads=f"{frozen}-time")
 
 
 PEAK_RATES = {"3e-4": 3e-4, "6e-4": 6e-4, "1e-3": 1e-3, "2e-3": 2e-3, "3e-3": 3e-3}
