@@ -84,6 +84,14 @@ def shared() -> Path:
 
 
 @pytest.fixture(scope="session")
+def text_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small data folder."""
+    from tests.report.synthetic import write_data
+
+    return write_data(tmp_path_factory.mktemp("text"))
+
+
+@pytest.fixture(scope="session")
 def real_heads() -> dict[str, torch.Tensor]:
     """Statistics of 12 heads of a 124M RoPE decoder at 4,096 positions, `[12, ...]`: see `REAL_HEADS`."""
     with np.load(REAL_HEADS, allow_pickle=False) as arrays:

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from tests.cli.conftest import arms, text_data
+from tests.cli.conftest import arms
 from tests.uneven import LENGTH, ids, model
 
-__all__ = ["arms", "ids", "model", "text_data"]
+__all__ = ["arms", "ids", "model"]
 
 
 @pytest.fixture

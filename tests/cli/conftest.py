@@ -4,13 +4,6 @@ from pathlib import Path
 import pytest
 
 from saf.cli import main
-from tests.report.synthetic import write_data
-
-
-@pytest.fixture(scope="session")
-def text_data(tmp_path_factory) -> Path:
-    """A small data folder."""
-    return write_data(tmp_path_factory.mktemp("cli-text"))
 
 
 @pytest.fixture(scope="session")

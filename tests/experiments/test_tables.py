@@ -14,7 +14,7 @@ from scipy import stats
 from experiments.__main__ import main
 from experiments.paper import Source
 from experiments.recipe import Recipe, recipe, recipe_names, recipes_for, rows
-from experiments.tables import METRICS, RecipeTable, check_recipe, terminal
+from experiments.tables import METRICS, RecipeTable, check_recipe
 from saf.errors import CompareError, InputError
 from saf.paired import delta_of_windows
 
@@ -127,17 +127,6 @@ def test_one_seed_has_the_paired_bootstrap_over_windows(records):
     assert math.isnan(value["standard_error"])
     assert [value["low"], value["high"]] == pytest.approx(delta_of_windows(other, own)["ci95"], rel=1e-9)
     assert math.isnan(table(one).summary.loc[("cold", "extra_tokens"), "low"])
-
-
-def test_tables_of_different_numbers_of_seeds_say_so_and_fit_the_terminal(records):
-    del records["pruned", 1338], records["frozen-tokens", 1338]
-    shown = table(records).text_table()
-    assert shown.loc[["plain", "cold", "cut"], "n"].tolist() == ["2", "2", "1"]
-    assert shown.loc["cold", "change at matched tokens (%)"].endswith(" (n = 1)")
-    assert "n = 1" not in shown.loc["cut", "change (%)"]
-    lines = terminal(shown).splitlines()
-    assert max(map(len, lines)) <= 100
-    assert all(any(cell in line for line in lines) for cell in shown.to_numpy().flatten())
 
 
 def test_a_recipe_may_show_intervals_over_seeds_by_t(records):

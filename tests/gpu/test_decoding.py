@@ -82,14 +82,18 @@ def test_a_step_of_a_layer_with_frozen_heads_is_one_kernel_and_one_that_adds_up(
         assert sum(kernel["calls"] for kernel in kernels if kernel["name"].startswith(own)) == layers
 
 
-@pytest.mark.parametrize("kv_heads", [8, 4])
-def test_generated_tokens_are_those_of_growing_caches_and_compiled_once(kv_heads):
-    """In float32 no two tokens are near enough to one another for a rounding to swap them."""
-    model = make(kv_heads, torch.float32)
+def padded_prompt() -> tuple[torch.Tensor, dict]:
+    """Return two prompts, the first padded, and options of `generate` with their mask."""
     ids = torch.randint(3, 512, (2, 30), device=CUDA)
     mask = torch.ones_like(ids)
     mask[0, :9] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    return ids, {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+
+
+@pytest.mark.parametrize("kv_heads", [8, 4])
+def test_generated_tokens_are_those_of_growing_caches_and_compiled_once(kv_heads):
+    """In float32 no two tokens are near enough to one another for a rounding to swap them."""
+    model, (ids, options) = make(kv_heads, torch.float32), padded_prompt()
     # On a GPU transformers compiles steps of a cache of fixed size, as CUDA graphs. They come first: what another pass
     # had made ready would hide that a step makes, in the graph's memory, what it then keeps.
     fixed = model.generate(ids, cache_implementation="static", **options)
@@ -100,11 +104,7 @@ def test_generated_tokens_are_those_of_growing_caches_and_compiled_once(kv_heads
 
 @pytest.mark.parametrize("implementation", ["offloaded", "offloaded_static"])
 def test_layers_that_wait_in_the_memory_of_the_host_yield_the_same_tokens(implementation):
-    model = make(4, torch.float32)
-    ids = torch.randint(3, 512, (2, 30), device=CUDA)
-    mask = torch.ones_like(ids)
-    mask[0, :9] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False, "eos_token_id": None}
+    model, (ids, options) = make(4, torch.float32), padded_prompt()
     grown = model.generate(ids, **options)
     # transformers compiles steps with caches of fixed size; compiling one that is offloaded ends the process.
     options |= {"disable_compile": True, "cache_implementation": implementation}

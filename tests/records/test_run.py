@@ -7,13 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from saf.errors import CheckpointError, InputError
+from saf.errors import InputError
 from saf.records.files import write_json
 from saf.records.run import (
     Kind,
     RecordedRun,
     append_event,
-    expect,
     heads_edited_by,
     heads_of_record,
     inherit_events,
@@ -49,23 +48,6 @@ def test_a_folder_is_known_by_its_files(tmp_path):
     heads = written(tmp_path / "with-checkpoints-of-a-trainer", "saf.json", sha256={})
     (heads / "checkpoints").mkdir()
     assert kind_of(heads) is Kind.HEADS
-
-
-def test_a_wrong_path_is_named_with_what_is_there(tmp_path):
-    data = written(tmp_path / "data", "index.json")
-    (tmp_path / "text.txt").write_text("")
-    for path, actual in (
-        (data, "is a folder written by `saf data prepare`"),
-        (tmp_path, "holds nothing that saf writes"),
-        (tmp_path / "absent", "does not exist"),
-        (tmp_path / "text.txt", "is a file"),
-    ):
-        with pytest.raises(InputError) as caught:
-            expect(path, Kind.CHECKPOINT, Kind.RUN)
-        assert str(caught.value) == f"{path} {actual}; expected a checkpoint (step-N) or a run"
-    assert expect(data, Kind.DATA) is Kind.DATA
-    with pytest.raises(CheckpointError, match=r"expected a run$"):
-        expect(data, Kind.RUN, error=CheckpointError)
 
 
 def test_a_committed_run_is_read(tmp_path):

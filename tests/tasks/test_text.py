@@ -24,7 +24,6 @@ from saf.tasks.text import (
     window_losses,
 )
 from saf.train import TrainConfig
-from tests.report.synthetic import write_data
 
 CPU = torch.device("cpu")
 LENGTH = 16
@@ -37,19 +36,14 @@ def small(vocab_size: int = 320) -> GPT:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return str(write_data(tmp_path_factory.mktemp("text")))
-
-
-@pytest.fixture(scope="module")
-def data(folder):
-    return TokenData.open(folder)
+def data(text_data):
+    return TokenData.open(text_data)
 
 
 @pytest.fixture
-def settings(folder):
+def settings(text_data):
     return TrainConfig(
-        data=folder, out="unused", batch_size=2, accumulation=3, calibration_sequences=4, heldout_sequences=3,
+        data=str(text_data), out="unused", batch_size=2, accumulation=3, calibration_sequences=4, heldout_sequences=3,
         eval_windows=5, seed=3,
     )  # fmt: skip
 

@@ -4,7 +4,6 @@ import pytest
 
 from saf.records.files import read_json, read_lines
 from saf.train import TrainConfig, latest, pretrain
-from tests.report.synthetic import write_data
 
 SMALL = {
     "model_overrides": {"num_layers": 2, "num_heads": 4, "hidden_size": 32},
@@ -17,20 +16,14 @@ SMALL = {
 """Settings of runs of under a second."""
 
 
-@pytest.fixture(scope="session")
-def data(tmp_path_factory) -> Path:
-    """A small data folder."""
-    return write_data(tmp_path_factory.mktemp("train-data"))
-
-
 @pytest.fixture
-def settings(data, tmp_path):
+def settings(text_data, tmp_path):
     """Return a function that makes the settings of a run of under a second in `tmp_path/name`."""
 
     def make(name: str = "run", **changes) -> TrainConfig:
         values = {
             **SMALL,
-            "data": str(data),
+            "data": str(text_data),
             "out": str(tmp_path / name),
             "length": 32,
             "accumulation": 2,
@@ -68,7 +61,7 @@ def outcome():
 
 
 @pytest.fixture(scope="session")
-def finished(data, tmp_path_factory):
+def finished(tmp_path_factory):
     """Return a function that trains the settings of a name once for all tests and returns the run's folder."""
     done = {}
 

@@ -98,7 +98,6 @@ def two(rank: int, folder: str, settings: dict) -> None:
                     [story(config(f"{name} {kind}", parallel=kind), name)["report_loss"], hash_of(watch.run)]
                 )
                 assert (watch.run.log is None) == (rank > 0)
-    pretrain(config("low", freeze=LAYER, parallel="fsdp", precision="bf16", updates=4))
     with pytest.MonkeyPatch.context() as patch:
         stopping(patch, 9, rank == 1)
         assert pretrain(config("begun", freeze=LAYER, parallel="fsdp"), resume=True)["stopped_at"] == 9

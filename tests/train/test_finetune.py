@@ -48,12 +48,12 @@ def files(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def parents(data, tmp_path_factory):
+def parents(text_data, tmp_path_factory):
     """Last checkpoints of an ordinary and a frozen run."""
     found = {}
     for name, freeze in (("ordinary", None), ("freeze", FREEZE)):
         out = str(tmp_path_factory.mktemp("parents") / name)
-        pretrain(TrainConfig(data=str(data), out=out, length=64, updates=4, freeze=freeze, **SMALL))
+        pretrain(TrainConfig(data=str(text_data), out=out, length=64, updates=4, freeze=freeze, **SMALL))
         found[name] = latest(f"{out}/checkpoints")
     return found
 
@@ -158,7 +158,7 @@ ANSWERS = ["no", "the loss of a head", "of", "the update of a pattern of the mod
 
 
 @pytest.fixture(scope="module")
-def unequal(data, tmp_path_factory):
+def unequal(text_data, tmp_path_factory):
     """Settings of one update on eight examples or nine, and the folder of its runs."""
     folder = tmp_path_factory.mktemp("unequal")
     for name, count in (("train", 12), ("test", 2)):
@@ -171,7 +171,7 @@ def unequal(data, tmp_path_factory):
         **{**SMALL, "batch_size": 1},
         task="jsonl",
         data=str(folder / "train.jsonl"),
-        finetuning=FinetuneSettings(test=str(folder / "test.jsonl"), tokenizer=str(data)),
+        finetuning=FinetuneSettings(test=str(folder / "test.jsonl"), tokenizer=str(text_data)),
         out=str(folder),
         length=64,
         updates=1,
@@ -248,8 +248,8 @@ def test_recall_resumes_with_its_reports_and_goes_on_replaced_or_pruned(recall, 
 
 
 @pytest.mark.filterwarnings("ignore:the task is not learnt")
-def test_a_checkpoint_is_finetuned_on_recall_other_arms_like_it_and_both_compared(data, tmp_path, capsys):
-    text = TrainConfig(data=str(data), out=str(tmp_path / "text"), length=32, updates=2, eval_every=0, **SMALL)
+def test_a_checkpoint_is_finetuned_on_recall_other_arms_like_it_and_both_compared(text_data, tmp_path, capsys):
+    text = TrainConfig(data=str(text_data), out=str(tmp_path / "text"), length=32, updates=2, eval_every=0, **SMALL)
     pretrain(text)
 
     def command(name, *words, parent="text/checkpoints/step-2"):

@@ -131,7 +131,7 @@ def test_a_folder_belongs_to_one_run_and_one_process(settings):
     pretrain(config, resume=True)
 
 
-def test_other_settings_or_data_are_refused(settings, data, tmp_path):
+def test_other_settings_or_data_are_refused(settings, text_data, tmp_path):
     from saf.data import prepare
 
     config = settings(updates=2, freeze=FreezeConfig(rate=0.25, max_fit_kl=9.0))
@@ -141,7 +141,7 @@ def test_other_settings_or_data_are_refused(settings, data, tmp_path):
     with pytest.raises(InputError, match=differing):
         pretrain(replace(config, freeze=freeze, model_overrides=shape), resume=True)
     pretrain(replace(config, save_every=1, log_every=3), resume=True)
-    text = [str(data.parent / "text")]
+    text = [str(text_data.parent / "text")]
     prepare(text, tmp_path / "other", vocab_size=300, heldout_fraction=0.3, progress=False, seed=5)
     parent = f"{config.out}/checkpoints/step-1"
     with pytest.raises(CheckpointError, match="fingerprint"):
