@@ -4,9 +4,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from unittest.mock import Mock
-
-import pytest
 
 from saf.cli import COMMANDS
 from saf.cli.doctor import OPTIONAL, verdict
@@ -32,22 +29,6 @@ def test_words_that_are_no_command_are_explained(saf):
     ):
         code, _, err = saf(*words)
         assert (code, hint in err) == (2, True)
-
-
-def test_a_later_process_leaves_an_error_to_the_first_one_and_prints_it_where_that_goes_on(saf, monkeypatch):
-    class Ended(BaseException):
-        """Stands for the end of the process by torchrun, while it waits."""
-
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "run")
-    for words in (["pretrain", "--widht", 3], ["evaluate", "/nowhere"]):
-        monkeypatch.setenv("LOCAL_RANK", "0")
-        first = saf(*words)
-        monkeypatch.setenv("LOCAL_RANK", "1")
-        monkeypatch.setattr("saf.cli.time.sleep", Mock(side_effect=[Ended, None]))
-        with pytest.raises(Ended):
-            saf(*words)
-        assert saf(*words) == first
-        assert first[0] == 2
 
 
 def test_the_module_runs_as_a_program_and_imports_no_other_command():
