@@ -263,7 +263,7 @@ def _staged() -> Iterator[Arm]:
     yield timed(name=f"{frozen}-pruned-time", settings=PRUNE, scaled=speeds["pruned"], heads=f"{frozen}-time")
 
 
-PEAK_RATES = {"3e-4": 3e-4, "6e-4": 6e-4, "1e-3": 1e-3, "2e-3": 2e-3, "3e-3": 3e-3}
+PEAK_RATES = ("3e-4", "6e-4", "1e-3", "2e-3", "3e-3")
 WARMUPS = {"5": 0.05, "10": 0.1}
 """Shares of all updates."""
 
@@ -271,7 +271,7 @@ WARMUPS = {"5": 0.05, "10": 0.1}
 def _peak_rates() -> Iterator[Arm]:
     """Yield ordinary runs by peak rate and warm-up, and each with a quarter of its heads frozen at the end."""
     for k, peak, warmup in product(("4k", "16k"), PEAK_RATES, WARMUPS):
-        name, settings = f"{k}-peak-{peak}-warmup-{warmup}", {"peak_lr": PEAK_RATES[peak], "warmup": WARMUPS[warmup]}
+        name, settings = f"{k}-peak-{peak}-warmup-{warmup}", {"peak_lr": float(peak), "warmup": WARMUPS[warmup]}
         # 5% of the 8 updates of a smoke run would be none.
         yield Arm(name=name, context=CONTEXTS[k], settings=settings, scaled={"smoke": {"warmup": 2}})
         yield Arm(name=f"{name}-mean-25", parent=name, at=1.0, settings=freeze(0.25))
@@ -597,21 +597,13 @@ OWN_ARMS: list[Arm] = []
 @cache
 def arms() -> dict[str, Arm]:
     """Return all arms by name; raise InputError where two have one name."""
-    pretrained = (
-        _contexts,
-        _exponential,
-        _linear_time,
-        _staged,
-        _peak_rates,
-        _freeze_times,
-        _patterns,
-        _schedules,
-        _scores,
+    families = (
+        *(_contexts, _exponential, _linear_time, _staged, _peak_rates, _freeze_times, _patterns, _schedules, _scores),
+        *(_variants, _bought, _later, _one_billion),
+        *(_recall, _downstream, _during, _pruning_downstream, _stages),
     )
-    further = (_variants, _bought, _later, _one_billion)
-    finetuned = (_recall, _downstream, _during, _pruning_downstream, _stages)
     by_name: dict[str, Arm] = {}
-    for arm in (*(arm for family in (*pretrained, *further, *finetuned) for arm in family()), *OWN_ARMS):
+    for arm in (*(arm for family in families for arm in family()), *OWN_ARMS):
         if by_name.setdefault(arm.name, arm) is not arm:
             raise InputError(f"two arms are called {arm.name!r} in experiments/arms.py; give one another name")
     return by_name

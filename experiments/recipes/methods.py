@@ -316,12 +316,7 @@ RECIPES["selectors"] = Recipe(
         "124M, one seed; residual cosine, and the gradient scores at 1K, from app:head-selection-analysis",
     ),
     also=("app:head-selection-analysis",),
-    rows=(
-        *_selected("4k"),
-        *_selected("8k"),
-        *_selected("16k"),
-        *_selected("1k", perplexity="26.382"),
-    ),
+    rows=(*_selected("4k"), *_selected("8k"), *_selected("16k"), *_selected("1k", perplexity="26.382")),
     metrics=("perplexity", "delta", "difference", "perplexity_difference", "heads"),
     headline=("delta", "difference", "perplexity_difference"),
     smoke=(

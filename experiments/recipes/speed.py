@@ -14,29 +14,41 @@ from experiments.recipe import Recipe
 
 RECIPES: dict[str, Recipe] = {}
 
+_ALL_RATES, _TWO_RATES = (0.1, 0.25, 0.5, 0.75), (0.25, 0.5)
+_UPDATE, _PREFILL = "saf bench update", "saf bench prefill"
+_SMALL = {"pairs": 4, "seconds": 540.0}
+
 
 def _bench(
     name: str,
     program: str,
     model: str,
-    *,
     points: str,
     rates: tuple[float, ...],
-    settings: Mapping[str, Any] = {},
+    *,
     small: Mapping[str, Any] = {},
-    **others: Any,
+    quoted_as: Mapping[str, str] = {},
+    processes: int = 1,
+    smoke: bool = True,
+    **settings: Any,
 ) -> Measurement:
     """Return a measurement that times a model; `small` has the settings that differ at the small scale."""
-    timed = {"model": model, "points": split_words(points), "rates": rates, **settings}
-    scaled = {"small": {name: split_words(each) if name == "points" else each for name, each in small.items()}}
-    quoted = {"model": model, **others.pop("quoted_as", {})}
-    return Measurement(name=name, program=program, settings=timed, scaled=scaled, quoted_as=quoted, **others)
+    return Measurement(
+        name=name,
+        program=program,
+        settings={"model": model, "points": split_words(points), "rates": rates, **settings},
+        scaled={"small": {key: split_words(each) if key == "points" else each for key, each in small.items()}},
+        quoted_as={"model": model, **quoted_as},
+        processes=processes,
+        smoke=smoke,
+    )
 
 
 # --- updates
 
-_ALL_RATES, _TWO_RATES = (0.1, 0.25, 0.5, 0.75), (0.25, 0.5)
-_SMALL = {"pairs": 4, "seconds": 540.0}
+# Ten or five updates timed after a warm-up, in four pairs (app:scale-up-details).
+_ONE_B = {"warmup": 3, "repeats": 10, "pairs": 4, "fresh": True, "memory": True}
+_FOUR_GPUS = {"warmup": 10, "repeats": 5, "pairs": 4, "parallel": "ddp", "others": (), "profile": False}
 
 RECIPES["training_systems"] = Recipe(
     title="Updates after freezing",
@@ -44,21 +56,11 @@ RECIPES["training_systems"] = Recipe(
     also=("tab:main-results", "fig:systems-across-stages"),
     measurements=(
         _bench(
-            "batches",
-            "saf bench update",
-            "124m",
-            points="4096x8x15 4096x2x60 4096x4x30",
-            rates=_ALL_RATES,
-            settings={"memory": True},
+            "batches", _UPDATE, "124m", "4096x8x15 4096x2x60 4096x4x30", _ALL_RATES, memory=True,
             small={"points": "4096x8x4 4096x2x8 4096x4x8", **_SMALL},
         ),
         _bench(
-            "contexts",
-            "saf bench update",
-            "124m",
-            points="4096x8x15 8192x4x15 16384x2x15",
-            rates=_TWO_RATES,
-            settings={"memory": True},
+            "contexts", _UPDATE, "124m", "4096x8x15 8192x4x15 16384x2x15", _TWO_RATES, memory=True,
             small={"points": "4096x8x4 8192x4x4 16384x2x4", **_SMALL},
         ),
     ),
@@ -67,7 +69,7 @@ RECIPES["training_systems"] = Recipe(
         "The paper's peak memory at 4096x8 is 32.21 GiB with ordinary attention, and 31.85, 31.58, 31.24 and 30.84 GiB "
         "with 10, 25, 50 and 75% of the heads frozen.",
     ),
-)
+)  # fmt: skip
 
 RECIPES["scale_up_systems"] = Recipe(
     title="Updates of 1B",
@@ -76,25 +78,11 @@ RECIPES["scale_up_systems"] = Recipe(
     measurements=(
         # Starting a group takes longer than all other measurements of the smoke scale.
         _bench(
-            "1B, 8K, four GPUs",
-            "saf bench update",
-            "1b",
-            points="8192x2x32",
-            rates=_TWO_RATES,
-            # Five updates timed after ten of warm-up, in four pairs (app:scale-up-details).
-            settings={"parallel": "ddp", "others": (), "warmup": 10, "repeats": 5, "pairs": 4, "profile": False},
+            "1B, 8K, four GPUs", _UPDATE, "1b", "8192x2x32", _TWO_RATES, **_FOUR_GPUS, processes=4, smoke=False,
             small={"processes": 2, "points": "8192x2x4", "num_layers": 8, "seconds": 300.0},
-            processes=4,
-            smoke=False,
         ),
         _bench(
-            "1B, 8K",
-            "saf bench update",
-            "1b",
-            points="8192x1x16 8192x2x8",
-            rates=_TWO_RATES,
-            # Ten updates timed after three, in four pairs of fresh processes (app:scale-up-details).
-            settings={"memory": True, "pairs": 4, "warmup": 3, "repeats": 10, "fresh": True},
+            "1B, 8K", _UPDATE, "1b", "8192x1x16 8192x2x8", _TWO_RATES, **_ONE_B,
             small={"points": "8192x1x4 8192x2x2", "num_layers": 8, "seconds": 540.0, "fresh": False},
         ),
     ),
@@ -103,7 +91,7 @@ RECIPES["scale_up_systems"] = Recipe(
         "A speedup s saves 1 - 1/s of the time of updates, and replacement halfway saves half of that share: with 25% "
         "of the heads 6.4 and 3.2% in the paper, on four GPUs.",
     ),
-)
+)  # fmt: skip
 
 # --- prompts
 
@@ -140,36 +128,19 @@ RECIPES["prefill_systems"] = Recipe(
         ),
         *(_trained("batches at 4K", rate, "4096x2 4096x4 4096x8 4096x16 4096x32", _CALLED) for rate in _TWO_RATES),
         _bench(
-            "one sequence, fresh processes",
-            "saf bench prefill",
-            "124m",
-            points="4096x1",
-            rates=_TWO_RATES,
-            settings={**_CALLED, "fresh": True},
-            small=_SMALL_PROMPTS,
-            smoke=False,
+            "one sequence, fresh processes", _PREFILL, "124m", "4096x1", _TWO_RATES, **_CALLED, fresh=True,
+            small=_SMALL_PROMPTS, smoke=False,
         ),
         _bench(
-            "one sequence in graphs",
-            "saf bench prefill",
-            "124m",
-            points="4096x1",
-            rates=(0.25, 0.5, 0.75),
-            settings={**_OTHERS, "graphs": "on"},
+            "one sequence in graphs", _PREFILL, "124m", "4096x1", (0.25, 0.5, 0.75), **_OTHERS, graphs="on",
             small=_SMALL_PROMPTS,
         ),
-        *(
-            _bench(
-                f"{model.upper()} shape, one sequence",
-                "saf bench prefill",
-                model,
-                points=points,
-                rates=(0.25, 1.0),
-                settings=_OTHERS,
-                small=_SMALL_PROMPTS,
-                smoke=model == "124m",
-            )
-            for model, points in (("124m", "16384x1"), ("774m", "8192x1 16384x1"))
+        _bench(
+            "124M shape, one sequence", _PREFILL, "124m", "16384x1", (0.25, 1.0), **_OTHERS, small=_SMALL_PROMPTS,
+        ),
+        _bench(
+            "774M shape, one sequence", _PREFILL, "774m", "8192x1 16384x1", (0.25, 1.0), **_OTHERS,
+            small=_SMALL_PROMPTS, smoke=False,
         ),
     ),
     notes=(
@@ -177,7 +148,7 @@ RECIPES["prefill_systems"] = Recipe(
         "At the paper's scale lengths and batches are timed on checkpoints trained at 16K. Elsewhere models have "
         "random weights and the layers of real head maps.",
     ),
-)
+)  # fmt: skip
 
 _QWEN_POINTS = "2048x4 4096x4 8192x4 2048x8 4096x8 8192x8"
 _QWEN_RATES = (0.1, 0.2, 0.3, 0.5, 0.75)
@@ -187,22 +158,11 @@ RECIPES["qwen_prefill"] = Recipe(
     source=paper.QWEN,
     measurements=(
         _bench(
-            "attention",
-            "benchmarks.attention",
-            "qwen3-4b",
-            points=_QWEN_POINTS,
-            rates=_QWEN_RATES,
-            settings={"dtype": "bf16"},
-            small={"seconds": 540.0, "pairs": 5},
-            quoted_as={"of": "attention"},
+            "attention", "benchmarks.attention", "qwen3-4b", _QWEN_POINTS, _QWEN_RATES, dtype="bf16",
+            small={"seconds": 540.0, "pairs": 5}, quoted_as={"of": "attention"},
         ),
         _bench(
-            "whole model",
-            "saf bench prefill",
-            "qwen3-4b",
-            points=_QWEN_POINTS,
-            rates=_QWEN_RATES,
-            settings={"precisions": ("bf16",), "pairs": 5},
+            "whole model", _PREFILL, "qwen3-4b", _QWEN_POINTS, _QWEN_RATES, precisions=("bf16",), pairs=5,
             small={"num_layers": 6, "rates": _TWO_RATES, "seconds": 540.0},
         ),
     ),
@@ -212,7 +172,7 @@ RECIPES["qwen_prefill"] = Recipe(
         "--sequences 128 --length 2048 --out FOLDER`, then `saf bench prefill FOLDER` for each rate.",
         "The small scale has 6 of 36 layers in the whole model.",
     ),
-)
+)  # fmt: skip
 
 # --- frozen against pruned
 
@@ -257,24 +217,14 @@ RECIPES["pruning_costs"] = Recipe(
     also=("tab:pruning-prefill", "app:pruning-execution-costs"),
     measurements=(
         _bench(
-            "updates at native batches",
-            "saf bench update",
-            "124m",
-            points="4096x20x6 8192x10x6 16384x5x6",
-            rates=_TWO_RATES,
-            settings={"memory": True, "pruned": True, "others": ()},
-            small={"points": "4096x20x2 8192x10x2 16384x5x2", **_SMALL},
+            "updates at native batches", _UPDATE, "124m", "4096x20x6 8192x10x6 16384x5x6", _TWO_RATES,
+            memory=True, pruned=True, others=(), small={"points": "4096x20x2 8192x10x2 16384x5x2", **_SMALL},
         ),
         *(_trained_later(**line) for line in _PREFILLS),
         _bench(
-            "prefill of one sequence",
-            "saf bench prefill",
-            "124m",
-            points="4096x1",
-            rates=(0.25,),
-            settings={**_REPEATS, "pruned": True, "kernels": ("auto",)},  # as in _CALLED
-            small={"fresh": False, "seconds": 200.0},
-            smoke=False,
+            "prefill of one sequence", _PREFILL, "124m", "4096x1", (0.25,), **_REPEATS,
+            pruned=True, kernels=("auto",),  # as in _CALLED
+            small={"fresh": False, "seconds": 200.0}, smoke=False,
         ),
     ),
     notes=(
@@ -283,7 +233,7 @@ RECIPES["pruning_costs"] = Recipe(
         "For one sequence the frozen models of this table of the paper reach 0.933× at matched tokens and 0.877× at "
         "matched time.",
     ),
-)
+)  # fmt: skip
 
 
 # --- errors, changes of heads, storage
@@ -331,11 +281,7 @@ RECIPES["implementation"] = Recipe(
                 Number("output of a mixed layer, max. from eager", _OF_OUTPUT, "1.07e-6", scientific=True),
             ),
         ),
-        Measurement(
-            name="storage",
-            program="experiments.analyses storage",
-            on=(checkpoint("4k-mean-25", 1.0),),
-        ),
+        Measurement(name="storage", program="experiments.analyses storage", on=(checkpoint("4k-mean-25", 1.0),)),
     ),
     notes=("Of a pruned layer the largest error over its seven tensors is shown, from eager attention as all others.",),
 )
