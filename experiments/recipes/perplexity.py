@@ -286,6 +286,13 @@ def _context(k: str, *further_columns: str) -> tuple[Row, ...]:
 
 _CONTEXTS = {"4K": "4k", "8K": "8k", "16K": "16k"}
 """Ticks of a figure."""
+_TIME_LINES = """
+    line                       | arm                    | metric
+    frozen                     | {tick}-mean-{r}-time   | delta
+    pruned                     | {tick}-pruned-{r}-time | delta
+    frozen, estimated at 0.14% | {tick}-mean-{r}-time   | estimate_at_paper_gain
+    pruned, estimated at 0.14% | {tick}-pruned-{r}-time | estimate_at_paper_gain
+"""
 
 RECIPES["matched_time"] = Recipe(
     title="Controls at matched time",
@@ -311,28 +318,7 @@ RECIPES["matched_time"] = Recipe(
             name="contexts",
             title="Change of perplexity at matched time, %",
             xlabel="tokens of context",
-            panels={
-                "25% of heads": curves(
-                    _CONTEXTS,
-                    """
-                    line                       | arm                   | metric
-                    frozen                     | {tick}-mean-25-time   | delta
-                    pruned                     | {tick}-pruned-25-time | delta
-                    frozen, estimated at 0.14% | {tick}-mean-25-time   | estimate_at_paper_gain
-                    pruned, estimated at 0.14% | {tick}-pruned-25-time | estimate_at_paper_gain
-                    """,
-                ),
-                "50% of heads": curves(
-                    _CONTEXTS,
-                    """
-                    line                       | arm                   | metric
-                    frozen                     | {tick}-mean-50-time   | delta
-                    pruned                     | {tick}-pruned-50-time | delta
-                    frozen, estimated at 0.14% | {tick}-mean-50-time   | estimate_at_paper_gain
-                    pruned, estimated at 0.14% | {tick}-pruned-50-time | estimate_at_paper_gain
-                    """,
-                ),
-            },
+            panels={f"{r}% of heads": curves(_CONTEXTS, _TIME_LINES.format(r=r, tick="{tick}")) for r in ("25", "50")},
         ),
     ),
     smoke=split_words("""

@@ -1,11 +1,11 @@
 """Recipes of models after pretraining: finetuning on questions, and associative recall."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from experiments.arms import CONTEXTS, DOWNSTREAM, RECOVERY
+from experiments.arms import CONTEXTS, DOWNSTREAM, LATER_ARMS, RECOVERY
 from experiments.measurements import DATA, Measurement, Number, file_of
 from experiments.paper import FINETUNING_UPDATES, Source, lines, split_words
-from experiments.recipe import Figure, Recipe, Row, curves, rows
+from experiments.recipe import Curves, Figure, Recipe, Row, curves, rows
 from experiments.records import RECALL, RECALL_METRICS, recall_metric
 
 RECIPES: dict[str, Recipe] = {}
@@ -250,21 +250,30 @@ RECIPES["scale_up_downstream"] = Recipe(
 
 # --- associative recall
 
+_RECALL_MODELS = {model: _MODELS[model] for model in LATER_ARMS}
 
-def _recall_figure(learnt: str, replaced: str) -> Figure:
+
+def _recall_figure(models: Mapping[str, str], learnt: str, replaced: str) -> Figure:
     """Return the figure of recall by pairs in 512 tokens, the paper's fig:mqar-generalisation.
 
-    Both arguments list lines: of models that learnt recall with the heads they have, and of models whose heads were
-    replaced after learning, without further training.
+    `models` are the words of each line. In `learnt`, the name of arms that learnt recall with the heads they have, and
+    in `replaced`, of those whose heads were replaced after learning, without further training, "{}" is the model.
     """
-    ticks = {str(pairs): str(pairs) for length, pairs in RECALL if length == 512}
+
+    def panel(arm: str) -> Curves:
+        tests = {str(pairs): recall_metric(512, pairs) for length, pairs in RECALL if length == 512}
+        return {
+            words: {tick: (arm.format(model), metric) for tick, metric in tests.items()}
+            for model, words in models.items()
+        }
+
     return Figure(
         name="recall",
         title="Recall in 512 tokens, %, of models that learnt 8 pairs",
         xlabel="pairs",
         panels={
-            "learnt with these heads": curves(ticks, learnt),
-            "heads replaced after learning, untrained": curves(ticks, replaced),
+            "learnt with these heads": panel(learnt),
+            "heads replaced after learning, untrained": panel(replaced),
         },
     )
 
@@ -347,24 +356,7 @@ RECIPES["recall"] = Recipe(
             """
         ),
     ),
-    figures=(
-        _recall_figure(
-            """
-            line            | arm                         | metric
-            ordinary        | recall-later-ordinary       | recall 512 {tick}
-            mean 25%        | recall-later-mean-25        | recall 512 {tick}
-            pruning 25%     | recall-later-pruned-25      | recall 512 {tick}
-            gate-Taylor 25% | recall-later-gate-taylor-25 | recall 512 {tick}
-            """,
-            """
-            line            | arm                       | metric
-            ordinary        | recovery-ordinary@0       | recall 512 {tick}
-            mean 25%        | recovery-mean-25@0        | recall 512 {tick}
-            pruning 25%     | recovery-pruned-25@0      | recall 512 {tick}
-            gate-Taylor 25% | recovery-gate-taylor-25@0 | recall 512 {tick}
-            """,
-        ),
-    ),
+    figures=(_recall_figure(_RECALL_MODELS, "recall-later-{}", "recovery-{}@0"),),
     metrics=(*RECALL_METRICS, *(f"{recall_metric(512, pairs)} seeds" for pairs in (24, 32, 48, 64)), "gate", "heads"),
     smoke=("recall-later-ordinary", "recovery-mean-25"),
     notes=(
@@ -437,20 +429,7 @@ RECIPES["stages"] = Recipe(
             continuous=False,
             panels={"": curves({title: task for task, title in TITLES.items()}, _STAGE_POINTS)},
         ),
-        _recall_figure(
-            """
-            line       | arm                   | metric
-            ordinary   | stages-mqar-ordinary  | recall 512 {tick}
-            frozen 25% | stages-mqar-mean-25   | recall 512 {tick}
-            pruned 25% | stages-mqar-pruned-25 | recall 512 {tick}
-            """,
-            """
-            line       | arm                         | metric
-            ordinary   | stages-recovery-ordinary@0  | recall 512 {tick}
-            frozen 25% | stages-recovery-mean-25@0   | recall 512 {tick}
-            pruned 25% | stages-recovery-pruned-25@0 | recall 512 {tick}
-            """,
-        ),
+        _recall_figure(_STAGED, "stages-mqar-{}", "stages-recovery-{}@0"),
     ),
     metrics=("perplexity", "delta", "accuracy", "points", *RECALL_METRICS, "gate", "heads"),
     headline=("delta", "accuracy", "points", *(recall_metric(512, pairs) for pairs in (8, 32, 64))),
