@@ -74,7 +74,7 @@ class Run:
             own["updates"] += round(self.arm.extra_updates * own["updates"])
         elif self.arm.context is not None:
             # Another length, with as many tokens an update; the number of updates stays the parent's.
-            batches = self.scale.contexts[self.arm.context]
+            batches = self.scale.batches(self.arm.context)
             own = merge({name: value for name, value in batches.items() if name != "updates"}, own)
         elif self.arm.extra_updates:
             before = self.needs["parent"].updates

@@ -7,6 +7,7 @@ the same runs apart: small, small-75M, small-75M-again, converged-1e-3.
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from experiments.arms import Settings
 from saf.errors import InputError, did_you_mean
@@ -24,7 +25,7 @@ class Scale:
     name: str
     settings: Settings
     contexts: Mapping[int, Settings]
-    """Further settings by the paper's tokens of context; the `length` among them may be smaller."""
+    """Further settings by the paper's tokens of context, which are the `length` unless another is among them."""
     seeds: tuple[int, ...]
     vocabulary: int
     """Size of the tokenizer's vocabulary."""
@@ -44,13 +45,17 @@ class Scale:
         """Return the settings of a run from initialisation; raise InputError where it would be too short."""
         if context not in self.contexts:
             raise InputError(f"scale {self.name!r} has contexts of {[*self.contexts]} tokens; got {context}")
-        settings = {**self.settings, **self.contexts[context]}
+        settings = {**self.settings, **self.batches(context)}
         if self.resizable and settings["updates"] < MIN_UPDATES:
             raise InputError(
                 f"scale {self.name!r} leaves {settings['updates']} updates at {context:,} tokens of context, and "
                 f"{MIN_UPDATES} are needed; name more tokens"
             )
         return settings
+
+    def batches(self, context: int) -> dict[str, Any]:
+        """Return the length of a context, and what else its windows and batches are."""
+        return {"length": context, **self.contexts[context]}
 
 
 _SHORT: Settings = {
@@ -89,10 +94,10 @@ SCALES = {
             name="paper",
             settings=_PAPER,
             contexts={
-                1_024: {"length": 1_024, "batch_size": 32, "accumulation": 15},
-                4_096: {"length": 4_096, "batch_size": 2, "accumulation": 60},
-                8_192: {"length": 8_192, "batch_size": 1, "accumulation": 60, **_LONG},
-                16_384: {"length": 16_384, "batch_size": 1, "accumulation": 30, **_LONG},
+                1_024: {"batch_size": 32, "accumulation": 15},
+                4_096: {"batch_size": 2, "accumulation": 60},
+                8_192: {"batch_size": 1, "accumulation": 60, **_LONG},
+                16_384: {"batch_size": 1, "accumulation": 30, **_LONG},
             },
             freeze={"fitter": "adam"},
             seeds=(1337, 1338, 1339),
@@ -101,12 +106,12 @@ SCALES = {
         Scale(
             name="small",
             # A run takes four to five minutes on one H200, and an ordinary run with all arms from it half an hour.
-            settings={**_34M, **_SHORT},
+            settings={**_34M, **_SHORT, "updates": 3_540},
             contexts={
-                1_024: {"length": 1_024, "batch_size": 64, "updates": 3_540},
-                4_096: {"length": 4_096, "batch_size": 16, "updates": 3_540},
-                8_192: {"length": 8_192, "batch_size": 8, "updates": 3_540, **_LONG},
-                16_384: {"length": 16_384, "batch_size": 4, "updates": 1_770, **_LONG},
+                1_024: {"batch_size": 64},
+                4_096: {"batch_size": 16},
+                8_192: {"batch_size": 8, **_LONG},
+                16_384: {"batch_size": 4, "updates": 1_770, **_LONG},
             },
             seeds=(1337,),
             vocabulary=16_384,
@@ -115,12 +120,9 @@ SCALES = {
         Scale(
             name="converged",
             # The small model trained for 560M tokens, some sixteen a parameter: four passes over 141M tokens of text.
-            settings={**_34M, **_SHORT, "peak_lr": 2e-3, "eval_every": 1_000, "save_every": 1_000},
-            contexts={
-                4_096: {"length": 4_096, "batch_size": 16, "updates": 8_544},
-                # Two processes can share an update.
-                16_384: {"length": 16_384, "batch_size": 2, "accumulation": 2, "updates": 8_544, **_LONG},
-            },
+            settings={**_34M, **_SHORT, "updates": 8_544, "peak_lr": 2e-3, "eval_every": 1_000, "save_every": 1_000},
+            # At 16K two processes can share an update.
+            contexts={4_096: {"batch_size": 16}, 16_384: {"batch_size": 2, "accumulation": 2, **_LONG}},
             seeds=(1337, 1338, 1339),
             vocabulary=16_384,
             resizable=True,
@@ -128,13 +130,8 @@ SCALES = {
         ),
         Scale(
             name="124m",
-            # 640 updates are 84M tokens.
-            settings=_124M,
-            contexts={
-                4_096: {"length": 4_096, "batch_size": 16, "updates": 640},
-                8_192: {"length": 8_192, "batch_size": 8, "updates": 640, **_LONG},
-                16_384: {"length": 16_384, "batch_size": 4, "updates": 640, **_LONG},
-            },
+            settings={**_124M, "updates": 640},  # 84M tokens
+            contexts={4_096: {"batch_size": 16}, 8_192: {"batch_size": 8, **_LONG}, 16_384: {"batch_size": 4, **_LONG}},
             seeds=(1337, 1338, 1339),
             vocabulary=50_304,
             resizable=True,
@@ -174,11 +171,10 @@ def scale_named(name: str) -> Scale:
     if not scale.resizable:
         raise InputError(f"runs of the scale {base!r} have one length; leave {rest[0]} out")
     tokens = int(size[1]) * {"K": 10**3, "M": 10**6, "B": 10**9}[size[2]]
-    shortest = scale.contexts[min(scale.contexts)]
-    tokens_per_update = shortest["length"] * shortest["batch_size"] * scale.settings["accumulation"]
+    shortest = scale.settings_at(min(scale.contexts))
+    tokens_per_update = shortest["length"] * shortest["batch_size"] * shortest["accumulation"]
     factor = tokens / (tokens_per_update * shortest["updates"])
-    contexts = {
-        context: {**settings, "updates": int(factor * settings["updates"])}
-        for context, settings in scale.contexts.items()
-    }
+    contexts = {}
+    for context, settings in scale.contexts.items():
+        contexts[context] = {**settings, "updates": int(factor * scale.settings_at(context)["updates"])}
     return replace(scale, name=name, contexts=contexts)
