@@ -70,7 +70,7 @@ def save_checkpoint(
         CheckpointError: The folder exists.
         OSError: The disk or a quota is full; earlier checkpoints are untouched.
     """
-    groups, moments = optimizer_state(optimizer, model)
+    groups, moments = groups_and_moments(optimizer, model)
     # Before the work of rank 0: gathering sharded tensors takes every rank.
     tensors = {"model": _on_cpu(model.state_dict()), "optimizer": _on_cpu(moments)}
 
@@ -93,7 +93,7 @@ def save_checkpoint(
     return on_rank0(write)
 
 
-def optimizer_state(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
+def groups_and_moments(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, Any]], dict[str, Tensor]]:
     """Return the groups, as names and settings, and every moment and step count by parameter name."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     groups, tensors = [], {}
@@ -101,25 +101,9 @@ def optimizer_state(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[str, 
         settings = {"weight_decay": group["weight_decay"], "betas": list(group["betas"]), "lr": group["lr"]}
         groups.append({"names": [names[parameter] for parameter in group["params"]], **settings})
         for parameter in group["params"]:
-            state = parameter_state(optimizer, parameter)
+            state = optimizer.state.get(parameter, {})  # none before the first step
             tensors |= {f"{names[parameter]}.{key}": value for key, value in state.items()}
     return groups, tensors
-
-
-def parameter_state(optimizer: AdamW, parameter: nn.Parameter) -> dict[str, Tensor]:
-    """Return the moments and the step count of a parameter; empty before its first step.
-
-    A parameter without elements has no state in AdamW; it gets the step count of the others and empty moments.
-    """
-    own = dict(optimizer.state.get(parameter, {}))
-    if parameter.numel():
-        return own
-    # A layer without live heads keeps such parameters. Undoing gives them rows, which need the others' step count.
-    counts = [state[STEP] for other, state in optimizer.state.items() if other.numel()]
-    if not counts:
-        return own
-    steps = max(counts, key=float)  # patterns that an event added since have fewer
-    return {STEP: steps.clone(), **{name: torch.zeros(parameter.shape, device=steps.device) for name in MOMENTS}}
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -180,8 +164,7 @@ class Checkpoint:
         if unknown := [name for name in names if name not in parameters]:
             raise CheckpointError(f"the optimiser state names parameters the model does not have: {unknown[:5]}")
         filled = [{**group, "params": [parameters[name] for name in group["names"]]} for group in groups]
-        beta1, beta2 = groups[0]["betas"]
-        optimizer = AdamW([group for group in filled if group["params"]], lr=0.0, betas=(beta1, beta2), fused=True)
+        optimizer = AdamW([group for group in filled if group["params"]], fused=True)
         for name in names:
             parameter = parameters[name]
             state = {key: tensors[f"{name}.{key}"] for key in (STEP, *MOMENTS) if f"{name}.{key}" in tensors}

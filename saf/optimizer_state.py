@@ -1,7 +1,8 @@
 """The state of an optimiser by heads: moments follow the rows of edited weights, and state of other heads is refused.
 
 Fused optimisers do not check shapes: with the state of other rows they would train on wrong numbers silently. Logits of
-trainable patterns join an optimiser without weight decay, and leave it again.
+trainable patterns join an optimiser without weight decay, and leave it again. Which optimiser holds the state where
+ranks share it stands in `Shards` of saf/train/step.py.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,11 +21,11 @@ from saf.errors import InputError, UnsupportedError, shown
 
 
 def unwrap_optimizer(optimizer: Any) -> Optimizer | None:
-    """Return the PyTorch optimiser under wrappers such as accelerate's."""
-    while optimizer is not None and not isinstance(optimizer, Optimizer):
-        if not hasattr(optimizer, "optimizer"):
-            raise InputError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
+    """Return the PyTorch optimiser that steps, under wrappers such as accelerate's, itself an Optimizer."""
+    while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer | None):
+        raise InputError(f"optimizer must be a torch.optim.Optimizer; got {type(optimizer).__name__}")
     return optimizer
 
 
@@ -38,7 +39,7 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
     """Raise InputError or UnsupportedError unless the optimiser holds the parameters, with state of their rows."""
     if optimizer is None:
         return
-    check_order(_inner_optimizer(optimizer))
+    check_order(optimizer)
     members = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for parameter in parameters:
         if parameter.requires_grad and id(parameter) not in members:
@@ -51,14 +52,9 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
             # Rows of 8-bit state or of factored moments do not belong to heads, so they cannot follow them.
             plain = type(state) in (Tensor, nn.Parameter, type(parameter.data))
             if not plain or (state.dim() > 0 and state.shape != parameter.shape):
-                kind = type(_inner_optimizer(optimizer)).__name__
+                kind = type(optimizer).__name__
                 expected = f"a plain tensor of its weight's shape {list(parameter.shape)}, got {shown(state)}"
                 raise UnsupportedError(f"{kind}'s {name!r} must be {expected}; edit before its first step")
-
-
-def _inner_optimizer(optimizer: Any) -> Optimizer:
-    """Return the optimiser that steps: accelerate's wrapper, itself an Optimizer, holds it."""
-    return getattr(optimizer, "optimizer", optimizer)
 
 
 _START_AT_ZERO = frozenset(
@@ -109,7 +105,7 @@ def record_orders(rows: Mapping[Tensor, str | None], optimizer: Optimizer | None
             _orders[parameter] = text
     _checked.clear()  # any optimiser may hold these parameters, not only the one that was passed
     if optimizer is not None:
-        mark_head_order(_inner_optimizer(optimizer))
+        mark_head_order(optimizer)
 
 
 def check_order(optimizer: Optimizer) -> None:

@@ -260,12 +260,10 @@ class _Training:
 
     def controller_loss(self, when: str, *, batches: int | None) -> float:
         """Return the mean held-out loss that rank 0 measures, nats per token; NaN without held-out sequences."""
-
-        def measure() -> float:
-            with self.execution.autocast():
-                return heldout_loss(self.model, self.task.heldout()[:batches])
-
-        return on_rank0(measure) if self.task.heldout() else math.nan
+        if not self.task.heldout():
+            return math.nan
+        with self.execution.autocast():
+            return on_rank0(lambda: heldout_loss(self.model, self.task.heldout()[:batches]))
 
     @contextmanager
     def editing(self) -> Iterator[None]:

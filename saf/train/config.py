@@ -210,11 +210,6 @@ class TrainConfig:
         return frozenset(moments if self.freeze_update is None else {*moments, self.freeze_update})
 
     @property
-    def warmup_share(self) -> float:
-        """The share of the learning-rate schedule that warms up."""
-        return self.warmup / (self.updates - self.lr_start) if isinstance(self.warmup, int) else self.warmup
-
-    @property
     def rewarm_updates(self) -> int:
         """Over how many updates the learning rate rises again after an event; a share is at least one update.
 
@@ -224,14 +219,10 @@ class TrainConfig:
         return int(self.rewarm if isinstance(self.rewarm, int) else math.ceil(self.rewarm * self.updates))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain values for JSON."""
+        """Return values that JSON can write."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
-        for name, (write, _) in _GROUPS.items():
-            if values[name] is not None:
-                values[name] = write(values[name])
-        for name in ("betas", "save_at", "report_at"):
-            values[name] = list(values[name])
-        return values
+        groups = {name: write(values[name]) for name, (write, _) in _GROUPS.items() if values[name] is not None}
+        return values | groups
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "TrainConfig":
@@ -250,7 +241,7 @@ _GROUPS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
     "finetuning": (asdict, lambda values: FinetuneSettings(**values)),
     "freeze": (FreezeConfig.to_dict, lambda values: FreezeConfig(**values)),
     "schedule": (schedule_to_dict, schedule_from_dict),
-    "mqar": (lambda mqar: to_json(asdict(mqar)), lambda values: MQARSettings(**values)),
+    "mqar": (asdict, lambda values: MQARSettings(**values)),
 }
 """Settings that are dataclasses, with the functions that write and read them."""
 
@@ -394,12 +385,12 @@ def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
 
     def fixed(settings: dict[str, Any]) -> dict[str, Any]:
         """Return the settings that must stay."""
-        staying = {key: value for key, value in settings.items() if key not in _FREE_ON_RESUME}
+        staying = {key: value for key, value in to_json(settings).items() if key not in _FREE_ON_RESUME}
         if staying["finetuning"]:
             staying["finetuning"] = {key: value for key, value in staying["finetuning"].items() if key not in PATHS}
         return staying
 
-    if changes := "; ".join(mismatches(fixed(before), fixed(to_json(config.to_dict())))):
+    if changes := "; ".join(mismatches(fixed(before), fixed(config.to_dict()))):
         raise InputError(
             f"cannot resume with other settings ({changes}). Leave them out, or start another run by --parent"
         )

@@ -146,13 +146,14 @@ def _next_learning_rate(run: Run) -> float:
     After an event the rate rises again from zero, over `rewarm_updates`.
     """
     config, share = run.config, run.budget_share()
-    done = run.update + 1 if share is None else run.start
-    progress = (done - config.lr_start) / (config.updates - config.lr_start)
+    done, updates = run.update + 1 if share is None else run.start, config.updates - config.lr_start
+    progress = (done - config.lr_start) / updates
     if share is not None:
         # At matched time the rate follows elapsed time: a faster arm does more updates along the same curve.
         begin = max(progress, 0.0)
         progress = begin + (1 - begin) * min(share, 1.0)
-    rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=config.warmup_share)
+    warmup = config.warmup / updates if isinstance(config.warmup, int) else config.warmup
+    rate = learning_rate(progress, peak=config.peak_lr, min_ratio=config.min_lr_ratio, warmup=warmup)
     if run.last_change is None or config.rewarm_updates == 0:
         return rate
     return rate * min((run.update - run.last_change + 1) / config.rewarm_updates, 1.0)

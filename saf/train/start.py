@@ -33,6 +33,7 @@ from saf.records.run import inherit_events, keep_events_, read_events
 from saf.records.table import byte_size
 from saf.schedules import Freeze, Gradual, OneTime, Proposer, Schedule, setting_of_moment
 from saf.scores import HOW_TO_MEASURE, score_name
+from saf.surgery import pattern_parameters
 from saf.tasks import TASKS, Task, TextTask
 from saf.train.config import (
     TrainConfig,
@@ -54,7 +55,6 @@ from saf.train.step import (
     graphs_unsupported,
     micro_batches_per_rank,
     parallel_of,
-    trains_patterns,
 )
 
 
@@ -437,7 +437,7 @@ def _uses_graphs(config: TrainConfig, execution: Execution, task: Task, parallel
 
 def _trains_patterns(config: TrainConfig, model: GPT) -> bool:
     """Return whether the run trains patterns, of its own events or of its parent's."""
-    return (config.freeze is not None and config.freeze.trainable) or trains_patterns(model)
+    return (config.freeze is not None and config.freeze.trainable) or bool(pattern_parameters(model))
 
 
 # --- the folder

@@ -21,7 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 
 from saf.calibration import QKGradient
-from saf.checkpoint import parameter_state
 from saf.distributed import gloo_group, in_group, rank_and_size, whole_tensor
 from saf.errors import DivergenceError, InputError, UnsupportedError
 from saf.machine import Execution, GraphPool, GraphReplay
@@ -31,6 +30,7 @@ from saf.models.by_layer import CompiledByLayer
 from saf.models.gpt import DecoderLayer
 from saf.ops import for_graphs
 from saf.ops.loss_and_gelu import IGNORE_INDEX
+from saf.surgery import pattern_parameters
 
 # --- one update
 
@@ -55,6 +55,7 @@ class Updater:
 
     model: nn.Module
     optimizer: AdamW
+    """The optimiser that events edit; `engine.optimizer` steps, which with FSDP is another one (see `Shards`)."""
     batches: Iterator[tuple[Tensor, Tensor]]
     execution: Execution
     accumulation: int
@@ -85,7 +86,7 @@ class Updater:
     def compile_(self) -> None:
         """Prepare updates for the heads that the model has now; a compiled model compiles in its next update."""
         if self.graphed:
-            trained = trains_patterns(self.model)
+            trained = bool(pattern_parameters(self.model))
             if reason := graphs_unsupported(self.execution, self.parallel.kind, trained_patterns=trained):
                 raise UnsupportedError(reason)
         self.engine = self.parallel.engine(self.model, self.optimizer, self.execution)
@@ -108,7 +109,8 @@ class Updater:
         loss = self.parallel.mean(self._accumulate_gradients())
         if self.gradient is not None:
             self.gradient.update()
-        loss_and_norm = torch.stack([loss, self.engine.clip_(self.clip)])
+        norm = whole_tensor(nn.utils.clip_grad_norm_(self.engine.module.parameters(), self.clip))
+        loss_and_norm = torch.stack([loss, norm])
         # Copied before the step is launched: waiting for the copy then does not wait for the step.
         read = _start_reading(loss_and_norm)
         step_if_finite_(optimizer, loss_and_norm)
@@ -225,11 +227,9 @@ def parallel_of(kind: str, *, parameters: int, execution: Execution) -> "Paralle
         raise InputError(
             f"parallel={kind!r} needs a group of processes; start `torchrun --nproc-per-node N -m saf pretrain ...`"
         )
-    if kind == "auto" and processes == 1:
-        kind = "none"
-    elif kind == "auto":
-        kind = "ddp"
-        if execution.device.type == "cuda":
+    if kind == "auto":
+        kind = "none" if processes == 1 else "ddp"
+        if kind == "ddp" and execution.device.type == "cuda":
             memory = torch.cuda.get_device_properties(execution.device).total_memory
             kind = "fsdp" if STATE_BYTES * parameters > memory / 2 else "ddp"
     if kind == "fsdp":
@@ -264,10 +264,6 @@ class Engine:
     """Whether the first call compiles."""
     no_sync: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Context of all micro-batches of an update but the last: gradients stay with their rank."""
-
-    def clip_(self, max_norm: float) -> Tensor:
-        """Scale gradients down to this global norm, and return the norm before."""
-        return whole_tensor(nn.utils.clip_grad_norm_(self.module.parameters(), max_norm))
 
 
 class Parallel:
@@ -334,8 +330,11 @@ class Replicas(Parallel):
 class Shards(Parallel):
     """Hold a share of every weight and moment on each rank; layers are gathered while they compute (FSDP2).
 
-    A sharded copy of the model is trained. The original keeps its structure without weights: its parameters are NaN
-    except inside `whole`.
+    A sharded copy of the model is trained, by an AdamW of its own: the engine's module and optimiser hold the only
+    weights and moments, and a checkpoint gathers them one tensor at a time. The updater's model and optimiser, which
+    events edit, keep their structure and hold nothing: parameters are NaN and the state is empty, except inside
+    `whole`. It gathers the weights, and for an event the moments. The engine that is built at the event's end shards
+    both anew. With one process or DDP, the updater's optimiser is the engine's and always holds the moments.
     """
 
     kind: ClassVar[str] = "fsdp"
@@ -402,7 +401,7 @@ class Shards(Parallel):
         for group in self._optimizer.param_groups:
             group["lr"] = sharded.param_groups[0]["lr"]
         for parameter, shard in self._pairs():
-            if state := parameter_state(sharded, shard):
+            if state := sharded.state.get(shard):
                 self._optimizer.state[parameter] = {name: whole_tensor(value).clone() for name, value in state.items()}
 
     def _free_(self) -> None:
@@ -428,16 +427,14 @@ def _sharded_optimizer(optimizer: AdamW, pairs: Mapping[nn.Parameter, nn.Paramet
     groups = [{**group, "params": [pairs[each] for each in group["params"]]} for group in optimizer.param_groups]
     sharded = AdamW(groups, fused=True)
     for parameter, shard in pairs.items():
-        if not parameter.numel() or parameter not in optimizer.state:
-            continue
-        for name, value in optimizer.state[parameter].items():
+        for name, value in optimizer.state.get(parameter, {}).items():
             # Moments of a checkpoint lie on the CPU; one at a time is whole on the device.
             value = value.to(shard.device)
-            if value.shape == parameter.shape:
+            if isinstance(shard, DTensor) and value.shape == shard.shape:
                 # Every rank has the whole tensor: none needs to send it (src_data_rank).
-                value = distribute_tensor(value, mesh, cast(DTensor, shard).placements, src_data_rank=None)
+                value = distribute_tensor(value, mesh, shard.placements, src_data_rank=None)
             else:
-                value = value.clone()  # the step count
+                value = value.clone()  # the step count, or the moments of a weight without elements
             sharded.state[shard][name] = value
     return sharded
 
@@ -472,11 +469,6 @@ def _compiled(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any
 GRAPHED_SIZE = 8_192 * 768
 """Tokens of a micro-batch times channels of the model up to which `graphs="auto"` captures. There the host is slower
 than the device: by a sixth with all heads ordinary, by two thirds with a quarter frozen (124M, two sequences of 4K)."""
-
-
-def trains_patterns(model: nn.Module) -> bool:
-    """Return whether some heads' patterns are trained."""
-    return any(site.frozen is not None and site.frozen.trainable for site in adapter_for(model).sites())
 
 
 def graphs_unsupported(

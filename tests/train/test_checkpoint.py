@@ -8,9 +8,9 @@ import torch
 
 from saf.checkpoint import (
     checkpoints,
+    groups_and_moments,
     load_model,
     open_checkpoint,
-    optimizer_state,
     remove_old_checkpoints_,
     save_checkpoint,
     step_name,
@@ -79,8 +79,8 @@ def test_round_trip_is_bit_for_bit(tmp_path, model, optimizer, heads):
             uninstall_(model, optimizer=optimizer)
             uninstall_(restored, optimizer=again)
         assert equal(model.state_dict(), restored.state_dict())
-        assert optimizer_state(again, restored)[0] == optimizer_state(optimizer, model)[0]
-        assert equal(optimizer_state(again, restored)[1], optimizer_state(optimizer, model)[1])
+        assert groups_and_moments(again, restored)[0] == groups_and_moments(optimizer, model)[0]
+        assert equal(groups_and_moments(again, restored)[1], groups_and_moments(optimizer, model)[1])
 
 
 def test_the_hash_is_of_content_and_parent(tmp_path, model, optimizer):

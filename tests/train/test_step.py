@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import saf
-from saf.checkpoint import optimizer_state
+from saf.checkpoint import groups_and_moments
 from saf.errors import InputError
 from saf.machine import Execution, rated_flops
 from saf.models import by_layer
@@ -56,7 +56,7 @@ def test_a_value_that_is_not_finite_skips_the_step(model, bad):
     def state(watched):
         model(batch(0)[0], targets=batch(0)[1]).backward()
         step_if_finite_(optimizer, torch.tensor([watched]))
-        tensors = {**dict(model.named_parameters()), **optimizer_state(optimizer, model)[1]}
+        tensors = {**dict(model.named_parameters()), **groups_and_moments(optimizer, model)[1]}
         return {name: tensor.detach().clone() for name, tensor in tensors.items()}
 
     first, second, third = (state(watched) for watched in (1.0, 1.0, bad))
