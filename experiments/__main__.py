@@ -137,14 +137,10 @@ class Experiments:
         print(f"\n{on_terminal(blocks)}")
         if self.tables:
             stem = f"{table.scale}-{table.name}"
-            frames = [
-                frame for block in blocks for frame in (block.page, block.frame) if frame is not None and len(frame)
-            ]
+            frames = [frame for block in blocks for frame in block.tables]
             files = {f"{stem}.md": document(blocks), f"{stem}.tex": "\n".join(map(latex, frames))}
-            files |= {
-                f"{stem}.csv": table.csv(),
-                **{block.picture[1]: block.picture[2] for block in blocks if block.picture},
-            }
+            files[f"{stem}.csv"] = table.csv()
+            files |= {block.picture[1]: block.picture[2] for block in blocks if block.picture}
             written = [write_atomically(self.tables / file, text.encode()) for file, text in files.items() if text]
             print(f"\nAll rows and metrics: {', '.join(map(str, written))}.")
         elif any(block.page is not None and len(block.page) for block in blocks):

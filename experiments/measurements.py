@@ -157,8 +157,9 @@ class Measurement:
     processes: int = 1
     """Processes that measure together, a GPU each."""
     numbers: tuple[Number, ...] = ()
+    """Numbers to show beside the paper's, means over seeds, where the tables of its kind do not have them."""
     quoted_as: Mapping[str, str] = field(default_factory=dict)
-    """How the paper's numbers call what a benchmark times, where its records do not say (`benchmarks.tables_of`)."""
+    """How the paper's numbers call what a benchmark times, where its records do not say (`benchmarks.named`)."""
     smoke: bool = True
 
     def at(self, scale: str) -> dict[str, Any]:

@@ -158,6 +158,11 @@ class Block:
     cells: Mapping[str, str] = field(default_factory=dict)
     """Columns section, recipe, scale and table of its lines in cells.csv; empty keeps the block out of it."""
 
+    @property
+    def tables(self) -> list[pd.DataFrame]:
+        """The tables that have cells, that of the page first."""
+        return [table for table in (self.page, self.frame) if table is not None and len(table)]
+
     def markdown(self) -> Iterator[str]:
         table = self.frame if self.page is None else self.page
         if self.title and len(table):
@@ -297,10 +302,9 @@ def document(blocks: Sequence[Block]) -> str:
     """Return all tables and notes of a recipe as Markdown."""
     texts = []
     for block in blocks:
-        tables = [table for table in (block.page, block.frame) if table is not None and len(table)]
-        if tables:
+        if block.tables:
             texts.append(f"**{escaped(block.title or block.heading)}**")
-        texts += [*map(markdown, tables), block.text]
+        texts += [*map(markdown, block.tables), block.text]
     return "\n\n".join(filter(None, texts))
 
 
@@ -308,10 +312,8 @@ def on_terminal(blocks: Sequence[Block]) -> str:
     """Return the tables and notes of a recipe as plain text; a table with a headline is the headline alone."""
     texts = []
     for block in blocks:
-        is_headline = block.page is not None and len(block.page) > 0
-        table = block.page if is_headline else block.frame
-        if table is not None and len(table):
-            texts += [block.title or block.heading, terminal(table)]
+        if block.tables:
+            texts += [block.title or block.heading, terminal(block.tables[0])]
         texts.append(re.sub(r"\\(\W)", r"\1", block.text))  # without the marks of Markdown
     return "\n\n".join(filter(None, texts))
 
