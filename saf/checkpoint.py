@@ -194,7 +194,7 @@ def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
     if not (path / MANIFEST).is_file():
         expect(path, Kind.CHECKPOINT, error=CheckpointError)
     try:
-        manifest = verify(path, without=None if optimizer else "optimizer")
+        manifest = verify(path, optimizer=optimizer)
     except CheckpointError as error:
         if (whole := _newest_whole_before(path)) is None:
             raise
@@ -243,15 +243,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return entries
 
 
-def verify(folder: Path, *, without: str | None = None) -> dict[str, Any]:
-    """Check the checksum of every file, except those whose names begin with `without`, and return the manifest.
+def verify(folder: Path, *, optimizer: bool = True) -> dict[str, Any]:
+    """Check the checksum of every file, or of all but the optimiser's, and return the manifest.
 
     Raises CheckpointError naming a file that is missing or differs.
     """
     entries = read_manifest(folder)
     for name, recorded in entries["files"].items():
         # Who only reads the model may have deleted optimizer.safetensors, two thirds of a checkpoint.
-        if without is None or not name.startswith(without):
+        if optimizer or name != "optimizer.safetensors":
             check_file(folder / name, size=recorded["bytes"], sha256=recorded["sha256"], error=CheckpointError)
     return entries
 

@@ -24,7 +24,6 @@ from saf.opening import ModelFolder, find_model
 from saf.surgery import finalize_
 from saf.tasks.base import Progress
 from saf.tasks.text import heldout_windows
-from saf.train.run import with_freeze
 from saf.train.start import recorded_gradient
 
 HELDOUT_SEQUENCES = 32  # of scores and joint cost by default
@@ -194,13 +193,13 @@ def open_checkpoint_source(settings: CheckpointFreezing, say: Callable[[str], An
         options["score_inputs"] = {"gradient": gradient}
 
     def write(report: FreezeReport) -> str:
-        seconds = sum(report.seconds.values())
-        state = checkpoint.state | {"elapsed": with_freeze(checkpoint.state["elapsed"], seconds)}
+        elapsed = checkpoint.state["elapsed"]
+        parts = elapsed["parts"] | {"freeze": elapsed["parts"]["freeze"] + sum(report.seconds.values())}
         return save_checkpoint(
             settings.out,
             model,
             optimizer,
-            state=state,
+            state=checkpoint.state | {"elapsed": elapsed | {"parts": parts}},
             parent=checkpoint.hash,
             add_files=lambda folder: report.save(folder, update=checkpoint.update),
         )

@@ -118,11 +118,10 @@ def check_order(optimizer: Optimizer) -> None:
             continue
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            if parameter in _orders:
-                wrong = not _before_first_step(state, parameter)
-            else:  # it may be a copy, such as a shard, that took over a group with state of its own shape
-                wrong = _has_other_rows(state, parameter)
-            if state and wrong:
+            # Not of a parameter without a recorded order, which may be a copy, such as a shard, that took over a group
+            # with state of its own shape; nor of state from before a first step, such as Adagrad's.
+            wrong = parameter in _orders and float(state.get("step", 1)) != 0
+            if state and (wrong or _has_other_rows(state, parameter)):
                 raise InputError(
                     f"{type(optimizer).__name__}'s state must be of the attention heads as they are now, got that of "
                     "others; pass optimizer= to every edit, load a state saved since, or make a new optimizer"
@@ -161,11 +160,6 @@ def _digest(parameters: Sequence[Tensor]) -> int | None:
         return None
     # An int64 holds 63 bits in every format of state dicts.
     return int.from_bytes(sha256(repr(edited).encode()).digest()[:8], "big") >> 1
-
-
-def _before_first_step(state: Mapping[str, Any], parameter: Tensor) -> bool:
-    """Return whether state, such as Adagrad's, was created before a first step."""
-    return float(state.get("step", 1)) == 0 and not _has_other_rows(state, parameter)
 
 
 def _has_other_rows(state: Mapping[str, Any], parameter: Tensor) -> bool:

@@ -124,11 +124,12 @@ def parse_words(words: Sequence[str]) -> Command:
         # Only the changes: `flags` has `NOTHING_FROZEN` where the config of an ordinary arm has None.
         flags.config = TrainConfig(**{**changes, "data": flags.data, "out": flags.out})
         return flags
-    if not early.resumed or (base.parent and early.parent and refers_to_checkpoint(early.parent, base.parent)):
-        changes.pop("parent", None)  # no change: it is the parent of `base`, perhaps by another path
     if early.resumed:
+        if "parent" in changes and base.parent and refers_to_checkpoint(flags.parent, base.parent):
+            del changes["parent"]  # the run's own parent by another path; another one is refused when the run starts
         flags.config = replace(base, **changes)
     else:
+        changes.pop("parent", None)  # `base` has it, as the path of the checkpoint that was opened
         # Not `replace(base, ...)`: `continue_from` lets --freeze.rate without a schedule freeze right at the parent.
         flags.config = continue_from(early.checkpoint(), **{"out": flags.out, **changes})
     return flags

@@ -173,6 +173,10 @@ class Run:
         line = {"checkpoint": path.name, "hash": content_hash, "elapsed": self.elapsed.state_dict()}
         append_line(self.folder / "clock.jsonl", line)
 
+    def report_path(self, update: int) -> Path:
+        """Return the file of the report on the model after an update that is not the last one."""
+        return self.folder / "reports" / f"update-{update}" / "report.json"
+
     # --- events
 
     @contextmanager
@@ -192,10 +196,6 @@ class Run:
             number = on_rank0(lambda: append_event(self.folder, kind, line | values, tensors).number)
         self.say(f"{change.summary}; took {sum(change.seconds.values()):.1f} s")
         return number
-
-    def report_path(self, update: int) -> Path:
-        """Return the file of the report on the model after an update that is not the last one."""
-        return self.folder / "reports" / f"update-{update}" / "report.json"
 
 
 # --- time
@@ -270,11 +270,6 @@ class Elapsed:
             "parts": parts,
             "parent_parts": self.parent,
         }
-
-
-def with_freeze(state: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-    """Return a state of `Elapsed` with the seconds of another event added."""
-    return {**state, "parts": _sum(state["parts"], {"freeze": seconds})}
 
 
 def _sum(*records: Mapping[str, float]) -> dict[str, float]:
