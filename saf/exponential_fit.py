@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
-from saf.errors import InputError, check_keywords
-from saf.fit import check_fitter, check_targets, fit_loss, fit_proportional, with_ridge
+from saf.errors import InputError
+from saf.fit import check_targets, fit_loss, fit_proportional, with_ridge
 from saf.lbfgs import minimize
 from saf.patterns import CompactPattern, DampedCosines, ExponentialPattern
 
@@ -131,18 +131,6 @@ def fit_exponential_heads(
     for head in pending:
         best[head] = replace(best[head], pattern=compact[head], poles=0, free_keys=compact.length)
     return [best[head] for head in range(len(compact))]
-
-
-def split_options(fitter: str, options: dict[str, Any], storage: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the options of the compact fit and, for exponential storage, those of `fit_exponential_heads`.
-
-    Raises InputError for an unknown fitter, and for options that neither takes.
-    """
-    names = check_keywords("", (), fit_exponential_heads) if storage == "exponential" else []
-    compact = {name: value for name, value in options.items() if name not in names}
-    exponential = {name: value for name, value in options.items() if name in names}
-    check_fitter(fitter, compact)
-    return compact, exponential
 
 
 def _fit(

@@ -1,7 +1,7 @@
 """`FreezeConfig` holds the settings of one event; `head_order` is the order in which it tries a model's heads."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import Any, Literal, get_args
 
@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from saf.calibration import COLLECTIONS
-from saf.errors import InputError, check_name
-from saf.exponential_fit import split_options
+from saf.errors import InputError, check_keywords, check_name
+from saf.exponential_fit import fit_exponential_heads
+from saf.fit import check_fitter
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
 from saf.ops.frozen_heads import BACKENDS
 from saf.records.run import STATE_AFTER
@@ -125,7 +126,7 @@ class FreezeConfig:
                 check_name(name, value, SCORES)
         heads_at_rate(self.rate, 1)  # raises for a rate that is no share
         # The calibration's length is not known yet: storage "auto" counts as what it is for the shortest.
-        split_options(self.fitter, self.fitter_options, self.storage_at(0))
+        self.fit_options(self.storage_at(0))
         for name in _HEAD_LISTS:
             if (heads := getattr(self, name)) is not None:
                 # Tuples, also of the lists in a recorded event: settings that are equal compare as equal.
@@ -140,24 +141,21 @@ class FreezeConfig:
                 raise InputError(f"{name} must be at least {least}, got {number}")
         self._check_effects()
 
-    def _without_effect(self) -> Iterator[tuple[str, tuple[str, ...]]]:
-        """Yield `(reason, names)` of settings that these leave without effect."""
-        if self.operation == "prune":
-            yield "pruned heads have no patterns", _PATTERN_SETTINGS
-        if self.uses_joint_cost:
-            yield "heads are chosen by their joint cost", _NOT_WITH_JOINT_COST
-        if unfitted := unfitted_reason(self.storage_at(0), self.pattern):
-            yield f"{unfitted}, and nothing is fitted", _FIT_SETTINGS
-        for by, names in _NOT_WITH.items():
-            if getattr(self, by) is not None:
-                yield f"{by} sets which heads are chosen", names
-
     def _check_effects(self) -> None:
         """Raise InputError for settings without effect, or that contradict each other."""
+        unfitted = unfitted_reason(self.storage_at(0), self.pattern)
+        unused = [
+            (self.operation == "prune", "pruned heads have no patterns", _PATTERN_SETTINGS),
+            (self.uses_joint_cost, "heads are chosen by their joint cost", _NOT_WITH_JOINT_COST),
+            (unfitted is not None, f"{unfitted}, and nothing is fitted", _FIT_SETTINGS),
+        ]
+        for by, names in _NOT_WITH.items():
+            unused.append((getattr(self, by) is not None, f"{by} sets which heads are chosen", names))
         # A setting at its default was not asked for: whoever names one that does nothing expects something of it.
         defaults = {f.name: f.default if f.default_factory is MISSING else f.default_factory() for f in fields(self)}
-        for reason, names in self._without_effect():
-            if changed := [name for name in names if getattr(self, name) != defaults[name]]:
+        for applies, reason, names in unused:
+            changed = [name for name in names if getattr(self, name) != defaults[name]]
+            if applies and changed:
                 raise InputError(f"{reason}: leave {' and '.join(changed)} out")
         if self.match is not None and self.match == self.score:
             raise InputError(f"match has no effect where heads are chosen by {self.match!r} anyway; leave it out")
@@ -185,6 +183,16 @@ class FreezeConfig:
             return self.storage
         linear = self.backend == "linear" or (self.backend == "auto" and length >= LINEAR_FROM)
         return "exponential" if linear and not self.trainable and TARGETS[self.pattern].exact is None else "compact"
+
+    def fit_options(self, storage: Storage) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the fitter's options and, for exponential storage, those of `fit_exponential_heads`.
+
+        Raises InputError for an unknown fitter, and for options that neither takes.
+        """
+        names = check_keywords("", (), fit_exponential_heads) if storage == "exponential" else []
+        compact = {name: value for name, value in self.fitter_options.items() if name not in names}
+        check_fitter(self.fitter, compact)
+        return compact, {name: self.fitter_options[name] for name in self.fitter_options.keys() - compact.keys()}
 
     def requested(self, num_heads: int) -> int:
         """Return k, how many heads of a model of `num_heads` these settings ask for.

@@ -29,7 +29,7 @@ from saf.calibration import (
 from saf.calibration.capture import measurable_heads
 from saf.distributed import all_ranks_or_raise, on_rank0
 from saf.errors import InputError, LengthWarning, LossError, SafWarning, SelectionError, UnsupportedError
-from saf.exponential_fit import ExponentialFit, fit_exponential_heads, split_options
+from saf.exponential_fit import ExponentialFit, fit_exponential_heads
 from saf.fit import fit_kl, fit_with_certificate
 from saf.freeze_config import FreezeConfig, check_heads, head_order
 from saf.freeze_report import FittedHead, FreezeReport
@@ -102,8 +102,7 @@ def freeze_(
         LossError: A rise of held-out perplexity that is not accepted. The model is as it was.
     """
     config = config or FreezeConfig()
-    check_editable(model, optimizer)  # now, not after the whole measurement
-    adapter = adapter_for(model)
+    adapter = check_editable(model, optimizer)  # now, not after the whole measurement
     timer = Stopwatch(adapter.device)
 
     def choose() -> FreezeReport:
@@ -141,7 +140,7 @@ def freeze_(
 
         # Line 20: verify that k heads are accepted.
         _check_number(order, rejected, config, allow_empty=allow_empty)
-        fits = {head: fits[head] for head in HeadSet(order)}
+        fits = {head: fits[head] for head in HeadSet(order.accepted)}
 
         # Past the paper: of three times as many, accept the heads that cost least together.
         trial, joint = partial(_trial, model, fits, config, optimizer), None
@@ -190,7 +189,7 @@ def freeze_(
                 undo.callback(uninstall_, model, report.heads, optimizer=optimizer)
             undo.pop_all()
         report = replace(report, seconds=on_rank0(lambda: timer.seconds))  # with those of installing
-        adapter.record_event(report.model_config_entries())
+        adapter.record_event(report.model_config_entries)
     return report
 
 
@@ -209,13 +208,16 @@ def fit_heads(
     if config.operation == "prune":
         return dict.fromkeys(heads, FittedHead())
     collect = collect_for(config.pattern, config.storage_at(statistics.length))
-    ordered, fits = list(heads), dict[Head, FittedHead]()
-    size = heads_at_a_time(model, collect, sequences=statistics.num_sequences, length=statistics.length)
-    for start in range(0, len(ordered), size):
-        some = HeadSet(ordered[start : start + size])
-        measured = calibrate(model, batches, collect=collect, heads=some, timer=timer) if collect else statistics
+    fits, size, measured = dict[Head, FittedHead](), max(1, len(heads)), statistics
+    device = adapter_for(model).device
+    if collect:
+        size = heads_at_a_time(model, collect, sequences=statistics.num_sequences, length=statistics.length)
+    for start in range(0, len(heads), size):
+        some = HeadSet(heads[start : start + size])
+        if collect:
+            measured = calibrate(model, batches, collect=collect, heads=some, timer=timer)
         with timer("fit"):
-            fits |= zip(some, _fit(measured, some, config, adapter_for(model).device), strict=True)
+            fits |= zip(some, _fit(measured, some, config, device), strict=True)
     return fits
 
 
@@ -233,7 +235,7 @@ def _fit(
     # sums over queries by key and by distance, and by its entropy, Eq. (S.4).
     eta_abs, eta_rel, entropy = (part.to(device) for part in target(statistics, heads, config.pattern, **options))
     # Lines 13 and 14: fit alpha and rho to the marginals, Eq. (4); Z follows from them, Eq. (3).
-    compact_options, exponential_options = split_options(config.fitter, config.fitter_options, storage)
+    compact_options, exponential_options = config.fit_options(storage)
     compact, certificate = fit_with_certificate(eta_abs, eta_rel, fitter=config.fitter, **compact_options)
     # Line 15: kappa, the row-averaged KL from the pattern to its fit, Eq. (S.7).
     kl = fit_kl(compact, eta_abs, eta_rel, entropy).tolist()
@@ -357,7 +359,7 @@ def _check_number(
     order: Chooser, rejected: Mapping[Head, FittedHead], config: FreezeConfig, *, allow_empty: bool
 ) -> None:
     """Warn where fewer heads than requested are accepted; raise SelectionError where that may not be."""
-    accepted = len(order)
+    accepted = len(order.accepted)
     if order.attained(accepted) or (config.uses_joint_cost and accepted):  # joint cost takes a share of its candidates
         return
     reason = "no other may be chosen" + ("" if config.below is None else f" and scores below {config.below:g}")

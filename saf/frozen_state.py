@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
-from saf.heads import EDITED, Head, HeadLayout, role_of
+from saf.heads import BIAS, EDITED, Head, HeadLayout
 from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_plain_weights, find_rows, rows_of
 from saf.ops import choose_backend
 from saf.patterns import PATTERN_KINDS, Pattern, pattern_from_state
@@ -258,13 +258,13 @@ def _warn_of_other_weights(
                 # In the narrower dtype: a model in bfloat16 has the rounded rows of a file in float32.
                 narrower = min(own.dtype, other.dtype, key=lambda dtype: dtype.itemsize)
                 if not torch.equal(own.to(narrower), other.to(narrower)):
-                    differing.add(role_of(rows_of(site, role).name))
+                    differing.add(rows_of(site, role).name.removesuffix(BIAS))
         for role, recorded in checksums[number].items():
             weight, dtype = site.projections()[role][0], getattr(torch, recorded["dtype"])
             # Checksums are of the saved dtype's bits, which a model in a narrower dtype no longer has.
             comparable = torch.promote_types(weight.dtype, dtype) == weight.dtype
             if comparable and _checksum(weight.to(dtype)) != recorded["sha256"]:
-                differing.add(role_of(role))
+                differing.add(role.removesuffix(BIAS))
         if differing:
             listed.append(f"layer {number}: {', '.join(sorted(differing))}")
     if listed:

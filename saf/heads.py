@@ -1,6 +1,6 @@
 """A `HeadSet` is a set of heads of a model; a `HeadLayout` is the order in which a layer executes its heads."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from operator import index
@@ -17,22 +17,22 @@ def head_pairs(heads: Any) -> list[Head]:
     return [(index(layer), index(head)) for layer, head in heads]
 
 
-class HeadSet:
-    """Immutable set of `(layer, head)` pairs of the original model, iterated in that order.
+class HeadSet(tuple[Head, ...]):
+    """Immutable set of `(layer, head)` pairs of the original model: a tuple of them in ascending order.
 
     >>> heads = HeadSet([(1, 0), (0, 2)])
     >>> list(heads), heads.in_layer(0)
     ([(0, 2), (1, 0)], [2])
     """
 
-    def __init__(self, heads: Iterable[Iterable[int]] = ()):
-        pairs = head_pairs(heads)
-        self._heads = tuple(sorted(set(pairs)))
+    def __new__(cls, heads: Iterable[Iterable[int]] = ()) -> "HeadSet":
+        pairs = sorted(head_pairs(heads))
         # A head named twice is a mistake in a list: a set that dropped it would freeze fewer heads than asked for.
-        if len(self._heads) != len(pairs):
-            raise InputError(f"a set names each head once; got {len(pairs)} pairs, {len(self._heads)} different")
+        if len(set(pairs)) != len(pairs):
+            raise InputError(f"a set names each head once; got {len(pairs)} pairs, {len(set(pairs))} different")
         if any(layer < 0 or head < 0 for layer, head in pairs):
-            raise InputError(f"layers and heads count from 0; got {min(pairs)}")
+            raise InputError(f"layers and heads count from 0; got {pairs[0]}")
+        return super().__new__(cls, pairs)
 
     def to_list(self) -> list[list[int]]:
         """Return `[[layer, head], ...]` for JSON."""
@@ -42,19 +42,6 @@ class HeadSet:
         """Return the ascending head ids of one layer."""
         return [head for at, head in self if at == layer]
 
-    def index(self, head: Head) -> int:
-        """Return the position of a head in iteration order."""
-        return self._heads.index(head)
-
-    def __iter__(self) -> Iterator[Head]:
-        return iter(self._heads)
-
-    def __len__(self) -> int:
-        return len(self._heads)
-
-    def __contains__(self, head: object) -> bool:
-        return head in self._heads
-
     def __or__(self, other: "HeadSet") -> "HeadSet":
         return HeadSet({*self, *other})
 
@@ -63,12 +50,6 @@ class HeadSet:
 
     def __sub__(self, other: "HeadSet") -> "HeadSet":
         return HeadSet(set(self) - set(other))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, HeadSet) and self._heads == other._heads
-
-    def __hash__(self) -> int:
-        return hash(self._heads)
 
     def __repr__(self) -> str:
         return f"HeadSet({list(self)})"
@@ -84,18 +65,13 @@ KINDS: dict[str, tuple[str, ...]] = {"live": ROLES, "frozen": ("value", "output"
 EDITED = ("frozen", "pruned")  # the kinds that freezing and pruning make
 
 
-def role_of(name: str) -> str:
-    """Return the projection that a parameter belongs to, "query" for "query_bias"; fused ones keep all their roles."""
-    return name.removesuffix(BIAS)
-
-
 def roles_of(name: str) -> tuple[str, ...]:
     """Return the roles whose rows a parameter of this name holds one after another.
 
     >>> roles_of("query_bias"), roles_of("query_key_value")
     (('query',), ('query', 'key', 'value'))
     """
-    return tuple(role_of(name).split("_"))
+    return tuple(name.removesuffix(BIAS).split("_"))
 
 
 @dataclass(frozen=True)
@@ -130,7 +106,7 @@ class HeadLayout:
     @property
     def ordinary(self) -> bool:
         """Whether all heads are live."""
-        return self.num_live == self.num_heads
+        return not (self.frozen or self.pruned)
 
     def with_kind(self, heads: Iterable[int], kind: str) -> "HeadLayout":
         """Return the layout in which `heads` have become of `kind`, one of `KINDS`."""

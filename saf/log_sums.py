@@ -65,16 +65,12 @@ def _safe_block(left: Tensor, right: Tensor, block: int) -> int:
     left, right = (values.reshape(-1, values.shape[-1]) for values in (left, right))
     while block > 1 and len(left):
         # Filled with the last value, the ends do not widen a range.
-        spread = _largest_range(_blocks(left, block, **_EDGE)) + _largest_range(_windows(right, block, **_EDGE))
+        blocks, windows = _blocks(left, block, **_EDGE), _windows(right, block, **_EDGE)
+        spread = (blocks.amax(-1) - blocks.amin(-1)).amax(-1) + (windows.amax(-1) - windows.amin(-1)).amax(-1)
         if spread.max().item() <= limit:
             break
         block //= 2
     return block
-
-
-def _largest_range(values: Tensor) -> Tensor:
-    """Return the largest difference of two values in a block, over the blocks of each head."""
-    return (values.amax(-1) - values.amin(-1)).amax(-1)
 
 
 def _blocks(values: Tensor, block: int, **filling: Any) -> Tensor:

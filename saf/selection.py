@@ -1,6 +1,6 @@
 """`select` takes the heads with the lowest scores over the whole model, one by one or by KV groups."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -20,10 +20,10 @@ def select(scores: Tensor, rate: float | None = None, **conditions: Any) -> Head
     # Here every proposal is accepted, so one call proposes them all; an event fits them in between.
     for unit in choose.propose():
         choose.accept(unit)
-    if not choose.attained(len(choose)):
-        possible = f"{len(choose)} of {scores.numel()} can be under these conditions"
+    if not choose.attained(len(choose.accepted)):
+        possible = f"{len(choose.accepted)} of {scores.numel()} can be under these conditions"
         raise SelectionError(f"{choose.total} heads must be chosen, and {possible}: lower the rate or count")
-    return HeadSet(choose)
+    return HeadSet(choose.accepted)
 
 
 class Chooser:
@@ -76,11 +76,11 @@ class Chooser:
         # Whole groups may miss the total by fewer heads than a group has; a matched set must be attained exactly.
         self._group_size = group_size if match is None else 1
         self._waiting = _units(scores, ranking(scores, exclude, only=only), group_size)
-        self._accepted: list[Head] = []
+        self.accepted: list[Head] = []
 
     def propose(self) -> list[Unit]:
         """Return the next units, all of which fit within the total and the limits, and remove them from the queue."""
-        taken, proposed, skipped = list(self._accepted), [], []
+        taken, proposed, skipped = list(self.accepted), [], []
         for unit in self._waiting:
             layer = unit[0][0]
             if sum(at == layer for at, _ in taken) + len(unit) > self._limits[layer]:
@@ -97,17 +97,11 @@ class Chooser:
 
     def accept(self, unit: Unit) -> None:
         """Choose a proposed unit; units that are not accepted are rejected."""
-        self._accepted += unit
+        self.accepted += unit
 
     def attained(self, count: int) -> bool:
         """Return whether `count` heads exhaust the total: no further group would stay within it."""
         return count > self.total - self._group_size
-
-    def __iter__(self) -> Iterator[Head]:
-        return iter(self._accepted)
-
-    def __len__(self) -> int:
-        return len(self._accepted)
 
 
 def heads_at_rate(rate: float, num_heads: int) -> int:

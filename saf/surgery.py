@@ -20,8 +20,17 @@ from torch.utils.hooks import RemovableHandle
 
 from saf.distributed import in_group
 from saf.errors import InputError, UnsupportedError
-from saf.heads import EDITED, KINDS, Head, HeadLayout, HeadSet, head_pairs, role_of
-from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_plain_weights, hooked_module, rows_of
+from saf.heads import BIAS, EDITED, KINDS, Head, HeadLayout, HeadSet, head_pairs
+from saf.models.adapter import (
+    ON_META,
+    Adapter,
+    Removed,
+    Site,
+    adapter_for,
+    check_no_hooks,
+    check_plain_weights,
+    rows_of,
+)
 from saf.ops import FrozenHeads
 from saf.optimizer_state import (
     add_logits_,
@@ -161,11 +170,12 @@ def value_dtypes(site: Site) -> tuple[torch.dtype, ...]:
 # --- what can be edited
 
 
-def check_editable(model: nn.Module, optimizer: Any = None) -> None:
-    """Raise now the errors about model and optimiser that an edit of any layer would raise later."""
-    inner = unwrap_optimizer(optimizer)
-    for site in editable(model).sites():
+def check_editable(model: nn.Module, optimizer: Any = None) -> Adapter:
+    """Return the adapter of a model; raise now what an edit of any layer would raise about model and optimiser."""
+    adapter, inner = editable(model), unwrap_optimizer(optimizer)
+    for site in adapter.sites():
         _check_layer(site, site.layout, inner)
+    return adapter
 
 
 def editable(model: nn.Module) -> Adapter:
@@ -213,16 +223,7 @@ def _check_layer(site: Site, layout: HeadLayout, optimizer: Optimizer | None) ->
     """Raise InputError or UnsupportedError for a layer that cannot take a layout."""
     site.check(layout)
     check_plain_weights(site)
-    owner = hooked_module(site.attention)
-    for role, (weight, _) in site.projections().items():
-        # PyTorch has no public way to ask for hooks of a tensor.
-        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-            owner = owner or f"the {role} weight"
-    if owner:
-        raise UnsupportedError(
-            f"hooks on {owner} of an attention layer would act on other heads after an edit: remove them, and hook the "
-            "layer instead"
-        )
+    check_no_hooks(site)
     if rows_of(site, "value").parameter.is_meta:
         raise InputError(ON_META)
     check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
@@ -232,13 +233,12 @@ def _sites_of(model: nn.Module, heads: HeadSet, *kinds: str) -> dict[int, Site]:
     """Return the layers that have some of `heads`, by number; raise InputError for heads that are not of `kinds`."""
     adapter = editable(model)
     sites = adapter.sites()
-    if unknown := (heads - adapter.heads(*KINDS)).to_list():
-        raise InputError(
-            f"heads must exist, in {len(sites)} layers of {sites[0].layout.num_heads} heads; got {unknown}"
-        )
-    if other := (heads - adapter.heads(*kinds)).to_list():
+    if unknown := heads - adapter.heads(*KINDS):
+        limits = f"in {len(sites)} layers of {sites[0].layout.num_heads} heads"
+        raise InputError(f"heads must exist, {limits}; got {unknown.to_list()}")
+    if other := heads - adapter.heads(*kinds):
         remedy = ", uninstall_ the others first" if kinds == ("live",) else ""
-        raise InputError(f"heads must be {' or '.join(kinds)}, got {other}{remedy}")
+        raise InputError(f"heads must be {' or '.join(kinds)}, got {other.to_list()}{remedy}")
     return {layer: sites[layer] for layer in sorted({layer for layer, _ in heads})}
 
 
@@ -285,7 +285,7 @@ def plan_edit(
     """
     _check_layer(site, layout, optimizer)
     for name, (parameter, _) in site.projections().items():
-        suffix = name.removeprefix(role_of(name))
+        suffix = BIAS if name.endswith(BIAS) else ""
         for role, head in set(layout.rows_in(name)) - set(site.layout.rows_in(name)):
             if (saved := site.removed.get(role + suffix, {}).get(head)) is None:
                 remedy = "undo before finalize_, or load a checkpoint that has them"
@@ -344,7 +344,7 @@ def _move_rows_(edit: LayerEdit, optimizer: Optimizer | None) -> Removed:
     site = edit.site
     removed = {role: dict(rows) for role, rows in site.removed.items()}
     for name, (parameter, dimension) in site.projections().items():
-        old, new, suffix = site.layout.rows_in(name), edit.layout.rows_in(name), name.removeprefix(role_of(name))
+        old, new, suffix = site.layout.rows_in(name), edit.layout.rows_in(name), BIAS if name.endswith(BIAS) else ""
         if old == new:
             continue
         carried = {"weight": parameter.data, **moments(parameter, optimizer)}

@@ -82,7 +82,7 @@ def test_choosing_in_batches_is_choosing_one_by_one(seed, total, cap):
         for unit in proposed:
             if fits[unit[0]]:
                 choose.accept(unit)
-    assert set(choose) == set(one_by_one)
+    assert set(choose.accepted) == set(one_by_one)
 
 
 @pytest.mark.parametrize(

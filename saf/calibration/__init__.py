@@ -25,7 +25,6 @@ from saf.calibration.sequences import Batch, Sequences, read_batches, read_seque
 from saf.errors import DivergenceError
 from saf.heads import Head, HeadSet
 from saf.machine import Stopwatch
-from saf.models.adapter import adapter_for
 from saf.statistics import AttentionStatistics
 
 __all__ = [
@@ -72,7 +71,7 @@ def calibrate(
     """
     options = {"heads": heads, "positions": positions, "capture_bytes": capture_bytes}
     plan = plan_calibration(model, batches, collect=collect, **options)
-    adapter, sequences, timer = adapter_for(model), plan.sequences, timer or Stopwatch()
+    adapter, sequences, timer = plan.adapter, plan.sequences, timer or Stopwatch()
     sites, layers, done = adapter.sites(), sum(map(len, plan.groups)), 0
     # NaN marks heads that were not measured, here as in every score.
     per_head = len(sites), sites[0].layout.num_heads

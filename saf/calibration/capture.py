@@ -29,6 +29,7 @@ COLLECT_BYTES = 16 << 30  # most that `heads_at_a_time` collects at once
 class CalibrationPlan(NamedTuple):
     """The passes of a calibration and the memory that it holds; `str` is a sentence for people."""
 
+    adapter: Adapter
     heads: HeadSet
     sequences: Sequences
     groups: list[list[int]]
@@ -77,7 +78,7 @@ def plan_calibration(
             f"{sequences.length} tokens; pass sequences of one length, or collect the mean"
         )
     groups, size = _groups(adapter, measured, count * length, capture_bytes)
-    return CalibrationPlan(measured, sequences, groups, size, collector)
+    return CalibrationPlan(adapter, measured, sequences, groups, size, collector)
 
 
 def _groups(adapter: Adapter, heads: HeadSet, tokens: int, capture_bytes: int | None) -> tuple[list[list[int]], int]:
@@ -143,9 +144,9 @@ def measurable_heads(adapter: Adapter, heads: Iterable[Head] | None = None) -> H
         raise UnsupportedError(f"no head of this model can be frozen: {reasons[0]}")
     ordinary = HeadSet(head for head in live if reasons[head[0]])
     measured = live - ordinary if heads is None else HeadSet(heads)
-    if len(missing := measured - live):
+    if missing := measured - live:
         raise InputError(f"only live heads can be measured; these are frozen or do not exist: {missing.to_list()}")
-    if len(refused := measured & ordinary):
+    if refused := measured & ordinary:
         raise UnsupportedError(f"heads {refused.to_list()} cannot be measured: {reasons[next(iter(refused))[0]]}")
     return measured
 

@@ -6,7 +6,7 @@ and the freezing events; `save_pretrained` writes it into config.json.
 
 import copy
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -42,9 +42,12 @@ class TransformersAdapter(Adapter):
     fullgraph = False  # transformers' own code may break the graph
 
     def __init__(self, model: Any):
-        self.model = model
+        self.model, config = model, getattr(model, "config", None)
+        self.num_layers = getattr(config, "num_hidden_layers", None)
+        self.max_length = getattr(config, "max_position_embeddings", None)
+        self.vocab_size = getattr(config, "vocab_size", None)
         # Multimodal models have another configuration for their text model, and no length in their own.
-        text = hasattr(getattr(model, "config", None), "max_position_embeddings")
+        text = hasattr(config, "max_position_embeddings")
         editable = text and hasattr(model, "set_attn_implementation")
         classes = {type(module).__name__ for module in model.modules()} if editable else set()
         self.family = next((family for family in FAMILIES if family.attention in classes), NO_FAMILY)
@@ -59,10 +62,6 @@ class TransformersAdapter(Adapter):
                         f"projections must be plain {self.family.projection_class.rpartition('.')[2]}, got {path}: "
                         "merge adapters (merge_and_unload), load weights unquantised"
                     )
-
-    @property
-    def max_length(self) -> int | None:
-        return getattr(self.model.config, "max_position_embeddings", None)
 
     def check_next_token(self) -> None:
         if type(self.model).__name__.endswith(("Classification", "QuestionAnswering")):
@@ -85,10 +84,6 @@ class TransformersAdapter(Adapter):
         """Return float32 logits `[B, T, V]`."""
         self.check_next_token()
         return self.model(input_ids=input_ids, use_cache=False).logits.float()
-
-    @property
-    def num_layers(self) -> int:
-        return self.model.config.num_hidden_layers
 
     def sites(self) -> "list[TransformersSite]":
         return [TransformersSite(self, attention) for attention in self._attention]
@@ -115,9 +110,9 @@ class TransformersAdapter(Adapter):
         # Through JSON, so that tuples are equal to the lists that `saf.load` reads back.
         return json.loads(json.dumps({name: values[name] for name in self.family.settings if name in values}))
 
-    def record_event(self, event: dict[str, Any]) -> None:
+    def record_event(self, entries: Callable[[], dict[str, Any]]) -> None:
         if entry := config_entry(self.model.config):
-            entry["events"].append(event)
+            entry["events"].append(entries())
 
     def check_attention(self) -> None:
         name = str(self.model.config._attn_implementation)
@@ -161,7 +156,8 @@ class TransformersSite(Site):
     """An attention layer of transformers; while heads of it are edited, its submodule `saf` has their state."""
 
     def __init__(self, adapter: TransformersAdapter, attention: Any):
-        self._adapter, self._family, self.attention = adapter, adapter.family, attention
+        self._adapter, self._family = adapter, adapter.family
+        self.attention, self.head_dim = attention, attention.head_dim
         self.scale = attention.scaling  # Gemma's is query_pre_attn_scalar ** -0.5
         self.soft_cap = None if self._family.soft_cap is None else getattr(attention, self._family.soft_cap)
         self.post_norm = self._family.post_norm

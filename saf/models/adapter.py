@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from saf.errors import UnsupportedError
-from saf.heads import BIAS, HeadLayout, HeadSet, role_of, roles_of
-from saf.models.gpt import GPT, Attention
+from saf.heads import BIAS, HeadLayout, HeadSet, roles_of
+from saf.models.gpt import GPT, Attention, plain_weight
 from saf.ops import FrozenHeads
 
 Receiver = Callable[[Tensor, Tensor], None]
@@ -75,6 +75,12 @@ class Adapter(ABC):
 
     model: Any
     """The model itself, without wrappers."""
+    num_layers: int | None
+    """Number of decoder layers by the model's configuration."""
+    max_length: int | None
+    """The longest input in tokens; None when the model sets no limit."""
+    vocab_size: int | None
+    """Number of token ids; None where the configuration has no such field."""
     fullgraph: ClassVar[bool]
     """Whether the model compiles with `torch.compile(fullgraph=True)`."""
     saves_weights: ClassVar[bool]
@@ -85,16 +91,6 @@ class Adapter(ABC):
         """The device for token ids."""
         # The first parameter is the embedding's, also where a device_map spreads the layers.
         return next(self.model.parameters()).device
-
-    @property
-    @abstractmethod
-    def max_length(self) -> int | None:
-        """The longest input in tokens; None when the model sets no limit."""
-
-    @property
-    def vocab_size(self) -> int | None:
-        """Number of token ids; None where the configuration has no such field."""
-        return getattr(self.model.config, "vocab_size", None)
 
     def check_next_token(self) -> None:  # noqa: B027 - the project's own model always does
         """Raise UnsupportedError for a model that does not predict next tokens, such as one with a head of labels."""
@@ -124,11 +120,6 @@ class Adapter(ABC):
     def run(self, input_ids: Tensor) -> None:
         """Run the layers on `input_ids [B, T]`, without the output layer."""
 
-    @property
-    @abstractmethod
-    def num_layers(self) -> int:
-        """Number of decoder layers by the model's configuration."""
-
     def check_attention(self) -> None:
         """Raise UnsupportedError unless every layer of a forward pass has one attention layer of its own."""
         # Statistics are [L, H] by number of layer: one attention module more or less would shift all after it.
@@ -143,8 +134,8 @@ class Adapter(ABC):
         """Return the configuration's fields that affect attention, as values for JSON."""
         return {}
 
-    def record_event(self, event: dict[str, Any]) -> None:  # noqa: B027 - the GPT's configuration is its shape alone
-        """Record a freezing event, as values for JSON, in the model's configuration."""
+    def record_event(self, entries: Callable[[], dict[str, Any]]) -> None:  # noqa: B027 - a GPT's has its shape alone
+        """Record a freezing event, as the values for JSON that `entries` returns, in the model's configuration."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -165,6 +156,8 @@ class Site(ABC):
 
     attention: Any
     """The layer's module."""
+    head_dim: int
+    """Channels of a head."""
     scale: float | None = None
     """Scale of the logits; None for `head_dim ** -0.5`."""
     soft_cap: float | None = None
@@ -190,10 +183,6 @@ class Site(ABC):
     @property
     def removed(self) -> Removed:
         return self.state.removed
-
-    @property
-    def head_dim(self) -> int:
-        return self.attention.head_dim
 
     @abstractmethod
     def projections(self) -> dict[str, tuple[Tensor, int]]:
@@ -235,7 +224,7 @@ class Rows(NamedTuple):
 
 def find_rows(site: Site, role: str) -> Rows | None:
     """Return the rows of a role (`query`, `query_bias`, …); None where the layer has no such parameter."""
-    wanted = role_of(role)
+    wanted = role.removesuffix(BIAS)
     for name, (parameter, dimension) in site.projections().items():
         if name.endswith(BIAS) == role.endswith(BIAS) and wanted in roles_of(name):
             sizes = {each: len(site.layout.rows[each]) * site.head_dim for each in roles_of(name)}
@@ -255,14 +244,22 @@ def rows_of(site: Site, role: str) -> Rows:
 # --- checks of a layer's weights
 
 
-def hooked_module(attention: nn.Module) -> str | None:
-    """Return the name of a projection with hooks, which would get reordered heads after an edit; None without one."""
-    for name, module in attention.named_modules():
-        # PyTorch has no public list of a module's hooks.
-        hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-        if name and module._parameters and any(hooks):
-            return name
-    return None
+def check_no_hooks(site: Site) -> None:
+    """Raise UnsupportedError for hooks on a layer's projections or weights: after an edit they get reordered heads."""
+    # PyTorch has no public list of the hooks of a module or a tensor.
+    owners = []
+    for name, each in site.attention.named_modules():
+        hooks = (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks)
+        if name and each._parameters and any(hooks):
+            owners.append(name)
+    for role, (weight, _) in site.projections().items():
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            owners.append(f"the {role} weight")
+    if owners:
+        raise UnsupportedError(
+            f"hooks on {owners[0]} of an attention layer would act on other heads after an edit: remove them, and hook "
+            "the layer instead"
+        )
 
 
 def check_plain_weights(site: Site) -> None:
@@ -302,14 +299,8 @@ class GPTAdapter(Adapter):
 
     def __init__(self, model: GPT):
         self.model: GPT = model
-
-    @property
-    def num_layers(self) -> int:
-        return self.model.config.num_layers
-
-    @property
-    def max_length(self) -> int:
-        return self.model.config.max_length
+        self.num_layers, self.max_length = model.config.num_layers, model.config.max_length
+        self.vocab_size = model.config.vocab_size
 
     def next_token_loss(self, input_ids: Tensor, targets: Tensor) -> Tensor:
         return self.model(input_ids, targets)
@@ -333,14 +324,16 @@ class GPTSite(Site):
     """An attention layer of `saf.models.GPT`."""
 
     def __init__(self, attention: Attention):
-        self.attention = attention
+        self.attention, self.head_dim = attention, attention.head_dim
 
     @property
     def state(self) -> Attention:
         return self.attention
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
-        return {role: (weight, int(role == "output")) for role, weight in self.attention.weights().items()}
+        own = self.attention
+        linears = {"query": own.q_proj, "key": own.k_proj, "value": own.v_proj, "output": own.o_proj}
+        return {role: (plain_weight(linear), int(role == "output")) for role, linear in linears.items()}
 
     def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
         self.attention.layout, self.attention.frozen, self.attention.removed = layout, frozen, dict(removed)

@@ -267,11 +267,6 @@ class Attention(LayoutMixin):
         self.register_module("frozen", None)  # so code compiled before heads froze is valid again after `uninstall_`
         self.removed: Mapping[str, Mapping[int, Mapping[str, Tensor]]] = {}
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return the projections' weights by role, each `[out, in]`."""
-        projections = {"query": self.q_proj, "key": self.k_proj, "value": self.v_proj, "output": self.o_proj}
-        return {role: plain_weight(projection) for role, projection in projections.items()}
-
     def forward(self, x: Tensor, rotation: tuple[Tensor, Tensor] | None, left_pad: Tensor | None) -> Tensor:
         """Return the attention output `[B, T, C]` of `x [B, T, C]`."""
         return summed(self.products(x, rotation, left_pad))

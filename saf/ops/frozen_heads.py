@@ -48,6 +48,7 @@ class FrozenHeads(nn.Module):
         groups: The slots of fixed patterns that each backend executes: "linear" leaves other kinds to "toeplitz".
         trainable: The slots of trainable patterns.
         dtypes: The value dtypes that tables were prepared for.
+        num_frozen: The number of patterns, one a head.
         replayed: Whether a CUDA graph launches what a call launches; `for_graphs` sets it.
     """
 
@@ -60,6 +61,7 @@ class FrozenHeads(nn.Module):
                 self.add_module(f"pattern_{slot}", one)
         # Fixed ones stay on the CPU in their own precision: tables of another dtype are computed from them, never cast.
         self.patterns = [one if one.trainable else one.to(device="cpu") for one in patterns]
+        self.num_frozen = len(patterns)
         self.backend, self.max_length, self.kv_head = backend, max_length, kv_head
         self.replayed = False
         self.groups: dict[str, tuple[int, ...]] = {}
@@ -94,7 +96,7 @@ class FrozenHeads(nn.Module):
         read = None if kv_head is None else tuple(map(int, kv_head))
         if read is not None and (len(read) < len(patterns) or min(read) < 0):
             raise InputError(f"kv_head must name one value head per slot, from 0, {len(patterns)} frozen; got {read}")
-        trainable = any(map(is_trainable, patterns))
+        trainable = any(one.trainable for one in patterns)
         exponential = any(one.kind == "exponential" for one in patterns)
         name = choose_backend(backend, device=device, dtypes=dtypes, trainable=trainable, exponential=exponential)
         frozen = cls(patterns, name, lengths.pop(), read)
@@ -134,11 +136,6 @@ class FrozenHeads(nn.Module):
                 self.register_buffer(names[name], table, persistent=False)
             else:
                 constants[name] = table
-
-    @property
-    def num_frozen(self) -> int:
-        """Return how many heads the patterns belong to."""
-        return len(self.patterns)
 
     def parts(self, dtype: torch.dtype) -> list[FrozenPart]:
         """Return the fixed patterns by backend; raise InputError where none were prepared for values of `dtype`."""
