@@ -82,16 +82,13 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
 
 def test_tokens_that_a_tokenizer_adds_at_the_end_are_no_part_of_a_choice(files, saf_json, tmp_path):
     """Each choice is one token behind its context; the oracle is the model in float64, one sequence at a time."""
-    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    merges = [(f"Ġ{word[:n]}", word[n]) for word in ("negative", "positive") for n in range(len(word))]
-    names = ["<s>", "</s>", *letters, *map("".join, merges)]
-    package = tokenizers.Tokenizer(tokenizers.models.BPE({name: at for at, name in enumerate(names)}, merges))
-    package.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    package.decoder = tokenizers.decoders.ByteLevel()
-    package.add_special_tokens(names[:2])
-    own = [(name, names.index(name)) for name in names[:2]]
+    train_bpe([" negative positive" * 9], vocab_size=300).save(tmp_path / "tokenizer.json")
+    package = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    package.add_special_tokens(["<s>", "</s>"])
+    own = [(name, package.token_to_id(name)) for name in ("<s>", "</s>")]
     package.post_processor = tokenizers.processors.TemplateProcessing(single="<s> $A </s>", special_tokens=own)
-    make("llama-grouped", vocab_size=len(names), max_position_embeddings=128).save_pretrained(tmp_path / "model")
+    sizes = {"vocab_size": package.get_vocab_size(), "max_position_embeddings": 128}
+    make("llama-grouped", **sizes).save_pretrained(tmp_path / "model")
     special = {"bos_token": "<s>", "eos_token": "</s>"}
     PreTrainedTokenizerFast(tokenizer_object=package, **special).save_pretrained(tmp_path / "model")
     words = ("--tasks", "sst2", "--task-data", files, "--device", "cpu", "--precision", "fp32")
@@ -99,7 +96,7 @@ def test_tokens_that_a_tokenizer_adds_at_the_end_are_no_part_of_a_choice(files, 
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float64).eval()
     for n, answer in enumerate(read_lines(tmp_path / "out" / "zero_shot.jsonl")[:COUNT]):
         context, choices, _ = expected("sst2", n)
-        ids = [0, *package.encode(context, add_special_tokens=False).ids]
+        ids = [package.token_to_id("<s>"), *package.encode(context, add_special_tokens=False).ids]
         spelled = [package.encode(f" {choice}", add_special_tokens=False).ids for choice in choices]
         assert [len(tokens) for tokens in spelled] == [1, 1]
         with torch.no_grad():
