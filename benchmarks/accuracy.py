@@ -18,10 +18,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from benchmarks import command
-from saf.bench.models import synthetic_patterns
-from saf.bench.protocol import Session
-from saf.bench.speed import DTYPES, require
-from saf.bench.subjects import TOLERANCE
+from saf.bench.layer import TOLERANCE
+from saf.bench.protocol import DTYPES, require
+from saf.bench.record import Session
 from saf.heads import ROLES, Head, HeadLayout, HeadSet
 from saf.machine import Execution
 from saf.models import GPT, GPTConfig
@@ -30,6 +29,7 @@ from saf.ops import BACKENDS, FrozenHeads, choose_backend, frozen_attention, liv
 from saf.ops.heads import flat_heads
 from saf.patterns import CompactPattern
 from saf.surgery import install_, prune_, uninstall_
+from saf.synthetic import synthetic_patterns
 
 TENSORS = ("output", "input", "value", "query projection", "key projection", "value projection", "output projection")
 """The output, the gradients to input and values, and those to the four weights."""

@@ -6,22 +6,23 @@ their mixing, so this stands between `saf bench op`, heads without projections, 
 
 import gc
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import command
-from saf.bench.protocol import Arm, Point, Subject
-from saf.bench.speed import measure, require
-from saf.bench.subjects import Passes, PassSpeed
+from saf.bench.models import model_cases, plan_of, warm_up_passes
+from saf.bench.protocol import Arm, Case, Point, Speed, WarmUp, measure, require
+from saf.bench.record import Session
 from saf.machine import Compile, GraphPool
 from saf.models.adapter import adapter_for
 
 
 @dataclass(kw_only=True)
-class Attention(PassSpeed):
+class Attention(Speed):
     """Time a model's attention layers alone, projections inside, one after another, without gradients."""
 
     kind: ClassVar[str] = "attention"
@@ -29,22 +30,26 @@ class Attention(PassSpeed):
     points: tuple[str, ...] = ("2048x8", "4096x8", "8192x8")
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
     """Dtype of weights and inputs; bf16 on CUDA, fp32 on a CPU."""
+    repeats: int = 40
+    """Timed passes in a timed block; the block's time is their median."""
+    settle_ms: float | None = None
+    """Untimed passes before every timed block for about this long; by default 400 ms on CUDA, none on a CPU."""
     compile: Compile = "off"
     """Off is the only value: a compiler would drop layers whose outputs nothing reads."""
 
-    def check(self) -> None:
-        super().check()
+    def cases(self, session: Session) -> list[Case]:
         require(self.compile == "off", "compile must be off: a compiler would drop layers whose outputs nothing reads")
 
-    def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
-        # "fp32" is no autocast: weights and inputs have one dtype already.
-        models, execution = self.plan(point), replace(self.execution, precision="fp32")
-        model = models.build(arm, self.dtype_of(self.dtype)).eval()
-        ((tokens, _),) = models.tokens(1, point.batch_size)
+        return model_cases(self, self.parsed_points(), self.build)
+
+    def build(self, point: Point, arm: Arm, pool: GraphPool) -> WarmUp:
+        plan = plan_of(self, point.length)
+        model = plan.build(arm, self.dtype_of(self.dtype)).eval()
+        ((tokens, _),) = plan.tokens(1, point.batch_size)
         layers = AttentionLayers(model, tokens.contiguous())
         del model
         gc.collect()  # models with frozen heads are in reference cycles: the MLPs' weights would stay in memory
-        return Passes(self, layers, (), execution, pool)
+        return partial(warm_up_passes, self, layers, pool=pool, settle_ms=self.settle_ms)
 
 
 class AttentionLayers(nn.Module):

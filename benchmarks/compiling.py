@@ -24,12 +24,12 @@ import torch
 import saf
 from benchmarks import command
 from saf.bench import Update
-from saf.bench.models import ModelPlan, heads_per_layer, synthetic_patterns
-from saf.bench.protocol import Arm, Point, Session
-from saf.bench.speed import SPAWN
-from saf.bench.subjects import CLIP, PRELOADED, updates_in_a_row
+from saf.bench.models import CLIP, PRELOADED, plan_of, time_updates
+from saf.bench.protocol import SPAWN, Arm, Point
+from saf.bench.record import Session
 from saf.heads import Head, HeadSet
 from saf.machine import Execution
+from saf.synthetic import heads_per_layer, synthetic_patterns
 from saf.train.step import Updater, build_optimizer
 
 FORMS = {"whole": "on", "layers": "layers"}
@@ -81,7 +81,7 @@ def events(settings: Compiling, form: str, point: Point, caches: str | None = No
         os.environ |= {"TORCHINDUCTOR_CACHE_DIR": caches, "TRITON_CACHE_DIR": f"{caches}/triton"}
     execution = Execution.of(settings.device, compile=FORMS[form])
     kernel = "cudnn" if execution.device.type == "cuda" else "auto"
-    plan = ModelPlan(model=settings.model, length=point.length, device=execution.device)
+    plan = plan_of(Update(model=settings.model, device=settings.device), point.length)
     model: Any = plan.build(Arm(kernel)).train()
     accumulation = point.accumulation or 1
     tokens = plan.tokens(min(PRELOADED, accumulation), point.batch_size)
@@ -117,7 +117,7 @@ def stand_still(updater: Updater) -> dict[str, float]:
     updater.compile_()
     prepared = time.perf_counter() - began
     # Each update is timed alone, to tell those that compile from those at full speed.
-    seconds = [1e-3 * updates_in_a_row(updater, 1) for _ in range(AFTER)]
+    seconds = [1e-3 * time_updates(updater, 1) for _ in range(AFTER)]
     speed = statistics.median(seconds[AFTER // 2 :])
     # Beyond as many updates at full speed; updates that are faster than their median by chance count against it.
     lost = prepared + sum(each - speed for each in seconds)

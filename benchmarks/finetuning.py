@@ -7,23 +7,23 @@ order is measured by itself, and the mean of their ratios is reported.
 import sys
 import warnings
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import cycle, islice
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from benchmarks import command
-from saf.bench.models import ModelPlan
-from saf.bench.protocol import GRAPH, Arm, Point, Subject, kernels_of
-from saf.bench.speed import ModelSpeed, measure, require
-from saf.bench.subjects import LEARNING_RATE, UpdateSubject, launch_mode
+from saf.bench.models import CLIP, LEARNING_RATE, model_cases, plan_of, time_updates
+from saf.bench.protocol import Arm, Block, Case, Point, Ready, Speed, WarmUp, measure, require
+from saf.bench.record import Session, kernels_of
 from saf.errors import SafWarning
 from saf.machine import Compile, GraphPool
 from saf.tasks import TASKS, FinetuneSettings
 from saf.train import TrainConfig
 from saf.train.finetune import TASK_SETTINGS
+from saf.train.step import Updater, build_optimizer
 
 TIMED = {"sst2": (256, 1), "boolq": (64, 1), "quality": (4, 4)}
 """Examples of a micro-batch, and micro-batches of an update, by task: those of the paper's timing."""
@@ -32,7 +32,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 @dataclass(kw_only=True)
-class Finetuning(ModelSpeed):
+class Finetuning(Speed):
     """Time updates of finetuning on real examples, padded to the longest of each micro-batch."""
 
     kind: ClassVar[str] = "finetune"
@@ -57,7 +57,6 @@ class Finetuning(ModelSpeed):
     """Seeds of the orders of examples."""
     compile: Compile = "off"
     """Compile with torch.compile; off as in finetuning, whose batches have many lengths."""
-    graphs: Literal["off", "on", "both"] = "off"
     points: tuple[str, ...] = ()
     """Left out: the examples make the one point."""
     repeats: int = 4
@@ -68,16 +67,18 @@ class Finetuning(ModelSpeed):
         usual = TIMED.get(self.task, (16, 1))
         return self.batch_size or usual[0], self.accumulation or usual[1]
 
-    def check(self) -> None:
+    def cases(self, session: Session) -> list[Case]:
         require(not self.points, "points must be left out: the task's examples make them")
         one_program_a_length = self.graphs != "off" and self.compile != "off"
         require(not one_program_a_length, "compile must be off with CUDA graphs: every length is a program")
         require(len({*self.orders}) == len(self.orders) > 0, "orders must be different seeds")
-        super().check()
+        examples = [inputs for batches in self.batches.values() for inputs, _ in batches]
         # On CUDA an id beyond the embedding ends the process with an error of the device that names no setting.
-        highest = max(int(inputs.max()) for batches in self.batches.values() for inputs, _ in batches)
-        known = self.plan(self.all_points()[0]).shape.vocab_size
+        highest, known = max(int(inputs.max()) for inputs in examples), plan_of(self, self.length).shape.vocab_size
         require(highest < known, f"the examples have token ids up to {highest}, {self.model} knows {known}")
+        point = Point(max(inputs.shape[1] for inputs in examples), *self.sizes)
+        # Models of the parent's context, not of the longest example.
+        return model_cases(self, [point], self.build, length=self.length)
 
     @cached_property
     def batches(self) -> dict[str, Batches]:
@@ -99,47 +100,45 @@ class Finetuning(ModelSpeed):
             batches[f"{self.task} order-{seed}"] = list(islice(training, self.repeats * accumulation))
         return batches
 
-    def all_points(self) -> list[Point]:
-        return [Point(max(inputs.shape[1] for each in self.batches.values() for inputs, _ in each), *self.sizes)]
-
-    def plan(self, point: Point) -> ModelPlan:
-        return super().plan(replace(point, length=self.length))  # of the parent's context, not of the longest example
-
-    def variants(self) -> tuple[str, ...]:
-        modes = super().variants()
-        return tuple(f"{name} {GRAPH}" if mode == GRAPH else name for mode in modes for name in self.batches)
-
-    def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
-        device = self.execution.device
+    def build(self, point: Point, arm: Arm, pool: GraphPool) -> WarmUp:
+        device, (_, accumulation) = self.execution.device, self.sizes
         orders = {name: [(x.to(device), y.to(device)) for x, y in own] for name, own in self.batches.items()}
-        model = self.plan(point).build(arm)
-        return FinetuneSubject(self, model, orders)
+        model, first = plan_of(self, self.length).build(arm), next(iter(orders.values()))
+        optimizer = build_optimizer(model.train())
+        updaters = {
+            mode: Updater(
+                model=model, optimizer=optimizer, batches=cycle(first), execution=self.execution,
+                accumulation=accumulation, clip=CLIP, graphed=mode == "graph",
+            )
+            for mode in self.launch_modes()
+        }  # fmt: skip
+        return partial(warm_up, self, updaters, orders)
 
 
-class FinetuneSubject(UpdateSubject):
-    """Updates of one model on the micro-batches of each order, the same ones in every timed block."""
+def warm_up(settings: Finetuning, updaters: dict[str, Updater], orders: dict[str, Batches]) -> Ready:
+    """Make the updates of each order, the same ones in every timed block."""
 
-    def __init__(self, settings: Finetuning, model: Any, orders: dict[str, Batches]):
-        first = next(iter(orders.values()))
-        super().__init__(settings, model, batches=first, accumulation=settings.sizes[1])
-        self.orders = orders
-
-    def warm_up(self) -> None:
-        # Whole blocks, because every length of a batch has kernels to choose, and a graph to capture, of its own.
-        for _ in range(self.settings.warmup):
-            for variant in self.settings.variants():
-                self.timed_block(variant)
-
-    def timed_block(self, variant: str) -> float:
+    def time_order(updater: Updater, batches: Batches) -> float:
         # From the first batch on: each block has the same batches, in both arms.
-        self.updaters[launch_mode(variant)].batches = cycle(self.orders[variant.removesuffix(f" {GRAPH}")])
-        return super().timed_block(variant)
+        updater.batches = cycle(batches)
+        return time_updates(updater, settings.repeats)
 
-    def kernels(self) -> list[dict[str, Any]]:
+    blocks: dict[str, Block] = {}
+    for mode, updater in updaters.items():
+        for name, batches in orders.items():
+            blocks[name if mode == "call" else f"{name} {mode}"] = partial(time_order, updater, batches)
+    # Whole blocks, because every length of a batch has kernels to choose, and a graph to capture, of its own.
+    for _ in range(settings.warmup):
+        for block in blocks.values():
+            block()
+
+    def several_updates() -> None:
         # A whole block, as its updates have batches of different lengths; tables divide by `repeats`.
-        updater = list(self.updaters.values())[-1]
-        block = [updater] * self.settings.repeats
-        return kernels_of(lambda: [each.update(LEARNING_RATE) for each in block], self.device)
+        for _ in range(settings.repeats):
+            last.update(LEARNING_RATE)
+
+    *_, last = updaters.values()
+    return Ready(blocks, partial(kernels_of, several_updates, settings.execution.device), {})
 
 
 main = command(Finetuning, measure, prog="finetuning")

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import command
-from saf.bench.models import ModelPlan, is_folder
-from saf.bench.protocol import Arm, Point, Session, clean_process, wait_for
-from saf.bench.speed import require
+from saf.bench import Update
+from saf.bench.models import is_folder, plan_of
+from saf.bench.protocol import Arm, Point, require
+from saf.bench.record import Session
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
-from saf.machine import Execution
+from saf.machine import Execution, clean_process, wait_for
 from saf.models import GPT
 from saf.opening import find_model
 from saf.surgery import uninstall_
@@ -134,7 +135,7 @@ def build(settings: Freezing, point: Point, device: torch.device) -> tuple[GPT, 
         longest = model.config.max_length
         require(longest >= point.length, f"{settings.model} takes {longest} tokens, got points of {point.length}")
         return model, f"trained: {settings.model}"
-    plan = ModelPlan(model=settings.model, length=point.length, device=device, seed=settings.seed)
+    plan = plan_of(Update(model=settings.model, seed=settings.seed, device=settings.device), point.length)
     model = cast(GPT, plan.build(Arm("auto")))
     structure_(model, torch.Generator().manual_seed(settings.seed))
     return model, SYNTHETIC

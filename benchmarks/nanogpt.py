@@ -10,57 +10,62 @@ and 50,304 tokens; both take micro-batches that are on the device already. A sec
 
 import importlib.util
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
 from benchmarks import command
-from saf.bench import Update, measure
-from saf.bench.protocol import Arm, Comparison, Point, Subject, kernels_of, mean_block
-from saf.bench.speed import require
-from saf.bench.subjects import PRELOADED
+from saf.bench.models import PRELOADED, model_cases, plan_of, update_arm
+from saf.bench.protocol import Arm, Case, Point, Ready, Speed, WarmUp, mean_block, measure, require
+from saf.bench.record import Session, kernels_of
 from saf.machine import GraphPool
 from saf.models import preset
 from saf.records.files import file_hash
+from saf.train.step import Parallel
 
 NANOGPT = Arm("nanoGPT")  # arms are told apart by the name of their kernel, and nothing pins this one
 
 
 @dataclass(kw_only=True)
-class AgainstNanoGPT(Update):
+class AgainstNanoGPT(Speed):
     """Compare updates of the ordinary arm with nanoGPT's own: a ratio above 1 says that this project's are faster."""
 
     kind: ClassVar[str] = "nanogpt"
+    micro_batches: ClassVar[int | None] = 15
 
     nanogpt: Path
     """Folder with nanoGPT's model.py."""
     model: str = "124m-learned"
     points: tuple[str, ...] = ("1024x32x4", "4096x8x4")
+    warmup: int = 2
+    repeats: int = 2
+    """Updates in a timed block, timed as one; its time is their mean."""
 
-    def check(self) -> None:
-        super().check()
+    def cases(self, session: Session) -> list[Case]:
         require(self.source.exists(), f"{self.source} does not exist; name the folder of a nanoGPT clone")
+        control, ordinary = Arm(NANOGPT.kernel, control=True), Arm("cudnn" if self.cuda else "auto")
+        pairs = [(NANOGPT, control), (NANOGPT, ordinary)]
+        cases = model_cases(self, self.parsed_points(), self.build)
+        return [replace(case, comparisons=pairs) for case in cases]
 
     @property
     def source(self) -> Path:
         return self.nanogpt / "model.py"
 
-    def arms(self, point: Point) -> list[Comparison]:
-        control, ordinary = Arm(NANOGPT.kernel, control=True), Arm("cudnn" if self.cuda else "auto")
-        return [Comparison(NANOGPT, control), Comparison(NANOGPT, ordinary)]
-
-    def build(self, point: Point, arm: Arm, pool: GraphPool) -> Subject:
-        return NanoGPT(self, point) if arm.kernel == NANOGPT.kernel else super().build(point, arm, pool)
+    def build(self, point: Point, arm: Arm, pool: GraphPool) -> WarmUp:
+        if arm.kernel == NANOGPT.kernel:
+            return NanoGPT(self, point).warm_up
+        return update_arm(self, point, arm, execution=self.execution, parallel=Parallel())
 
 
-class NanoGPT(Subject):
+class NanoGPT:
     """nanoGPT's model and the update of its training script."""
 
     def __init__(self, settings: AgainstNanoGPT, point: Point):
         execution, self.settings = settings.execution, settings
-        self.facts = {"source_sha256": file_hash(settings.source)}
         specification: Any = importlib.util.spec_from_file_location("nanogpt_model", settings.source)
         source = importlib.util.module_from_spec(specification)
         specification.loader.exec_module(source)
@@ -77,7 +82,7 @@ class NanoGPT(Subject):
         self.parameters = list(model.parameters())
         self.model = torch.compile(model) if execution.compile else model
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=False)
-        tokens = settings.plan(point).tokens(min(PRELOADED, self.accumulation), point.batch_size)
+        tokens = plan_of(settings, point.length).tokens(min(PRELOADED, self.accumulation), point.batch_size)
         self.batches = [(inputs.contiguous(), targets.contiguous()) for inputs, targets in tokens]
 
     def update(self) -> None:
@@ -94,15 +99,12 @@ class NanoGPT(Subject):
         self.scaler.update()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def warm_up(self) -> None:
+    def warm_up(self) -> Ready:
         for _ in range(self.settings.warmup):
             self.update()
-
-    def timed_block(self, variant: str) -> float:
-        return mean_block(self.update, repeats=self.settings.repeats, device=self.device)
-
-    def kernels(self) -> list[dict[str, Any]]:
-        return kernels_of(self.update, self.device)
+        block = partial(mean_block, self.update, repeats=self.settings.repeats, device=self.device)
+        facts = {"source_sha256": file_hash(self.settings.source)}
+        return Ready({"update": block}, partial(kernels_of, self.update, self.device), facts)
 
 
 main = command(AgainstNanoGPT, measure, prog="nanogpt")

@@ -16,8 +16,8 @@ import torch
 from experiments import paper
 from experiments.records import Record
 from experiments.tables import scientific
-from saf.bench.models import TRANSFORMERS, shape_of
-from saf.bench.protocol import GRAPH, PRUNED
+from saf.bench.models import shape_of
+from saf.hf.families import TRANSFORMERS
 from saf.models.gpt import PRESETS
 from saf.ops.fused.op import are_few
 from saf.records.files import read_json
@@ -173,16 +173,16 @@ def _is_pinned(row: Record) -> bool:
         return False
     sizes = shape_of(name, point["length"])
     values = torch.empty(point["batch_size"], sizes.num_kv_heads, point["length"], sizes.head_dim, device="meta")
-    return are_few(values, sizes.num_heads, replayed=row["variant"] == GRAPH)
+    return are_few(values, sizes.num_heads, replayed=row["variant"] == "graph")
 
 
 def _paper_speed(record: Record, row: Record) -> str | None:
     kind, variant, model, layer = record["kind"], row["variant"], row.get("model", ""), row.get("layer") or {}
     of = ""
-    if kind == "update" and not variant.endswith(f" {GRAPH}"):  # the paper replayed no update
+    if kind == "update" and not variant.endswith(" graph"):  # the paper replayed no update
         of = "four GPUs" if record["provenance"].get("processes", 1) > 1 else "update"
     elif kind == "prefill":
-        of = "graph" if variant == GRAPH else "call"
+        of = "graph" if variant == "graph" else "call"
     elif kind == "op" and row["part"] == "layer" and variant.startswith("forward"):
         is_qwen = [layer[name] for name in ("num_heads", "num_kv_heads", "head_dim")] == [32, 8, 128]
         of, model = "attention", "qwen3-4b" if is_qwen else ""
@@ -193,7 +193,7 @@ def _paper_speed(record: Record, row: Record) -> str | None:
 def _quoted(
     numbers: Mapping[paper.Point, Mapping[float, str]], quoted_as: Mapping[str, str], row: Record
 ) -> str | None:
-    point, heads = row["point"], "pruned" if row["backend"] == PRUNED else "frozen"
+    point, heads = row["point"], "pruned" if row["backend"] == "pruned" else "frozen"
     place = quoted_as["of"], quoted_as["model"], point["length"], point["batch_size"], heads
     return numbers.get(place, {}).get(row["rate"])
 

@@ -1,11 +1,12 @@
 """The machine that models run on: device, precision and compilation, CUDA graphs, timers, names and rated speeds."""
 
+import gc
 import os
 import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
 from types import FunctionType
@@ -106,6 +107,34 @@ def own_program(function: Callable[..., Any]) -> FunctionType:
     return FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)
 
 
+RECOMPILES = 64
+"""Programs that the compiler may hold for one function in a clean process; PyTorch allows 8."""
+
+
+@contextmanager
+def clean_process(*, compiles: bool = True) -> Iterator[None]:
+    """Begin and end with an empty compiler and allocator cache, as benchmarks do that hold several models in turn.
+
+    Where nothing is compiled the compiler is not loaded, which takes seconds.
+    """
+
+    def forget() -> None:
+        if compiles:
+            torch._dynamo.reset()
+        if torch.cuda.is_available():
+            gc.collect()  # models with frozen heads are in reference cycles: only this frees their memory
+            torch.cuda.empty_cache()
+
+    with ExitStack() as stack:
+        if compiles:
+            stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))  # type: ignore[attr-defined]
+            # The pinned attention kernel is no part of this cache's key: it would hand one model's graph to another.
+            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))  # type: ignore[attr-defined]
+        forget()
+        stack.callback(forget)
+        yield
+
+
 @contextmanager
 def one_host_thread(device: str) -> Iterator[None]:
     """With a GPU, run host operations on one thread in this context.
@@ -175,6 +204,12 @@ def untimed_updates(updates: int) -> int:
     return min(10, max(0, updates) // 4)
 
 
+def wait_for(device: torch.device) -> None:
+    """Wait until the device has finished all submitted work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 class Stopwatch:
     """Add up wall-clock seconds by name, waiting for the device so that asynchronous work counts where it was launched.
 
@@ -187,7 +222,7 @@ class Stopwatch:
 
     def __init__(self, device: torch.device | str = "cpu"):
         self.seconds: dict[str, float] = {}
-        self._cuda = torch.device(device).type == "cuda"
+        self._device = torch.device(device)
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -198,8 +233,7 @@ class Stopwatch:
             self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
 
     def _now(self) -> float:
-        if self._cuda:  # kernels are launched ahead: without waiting, a part would lend its seconds to the next
-            torch.cuda.synchronize()
+        wait_for(self._device)  # kernels are launched ahead: without waiting, a part would lend its seconds to the next
         return time.perf_counter()
 
 

@@ -4,11 +4,12 @@
     >>> [(row["arm"], row["ratio"]) for row in record["rows"] if not row["refused"]]  # doctest: +SKIP
 
 The point "4096x8" is a context of 4,096 tokens times 8 sequences. `Update`, `Prefill`, `Decode` and `Op` are the
-settings of the four, `Speed` is their base class; `saf.bench.protocol` describes the record.
+settings of the four, `Speed` is their base class; `saf.bench.record` describes the record.
 """
 
-from saf.bench.speed import Speed, measure
-from saf.bench.subjects import Decode, Op, Prefill, Update
+from saf.bench.layer import Op
+from saf.bench.models import Decode, Prefill, Update
+from saf.bench.protocol import Speed, measure
 
 __all__ = ["KINDS", "Decode", "Op", "Prefill", "Speed", "Update", "measure"]
 

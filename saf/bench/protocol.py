@@ -1,59 +1,51 @@
-"""The paired protocol of every speed benchmark: how arms are timed (`compare`), and what a record says (`Session`).
+"""The paired protocol of every speed benchmark, in reading order: what is compared, `measure`, pairs, rows.
 
 A baseline and an arm take turns (AB BA AB BA). The speedup is the median of the ratios within pairs, the baseline's
 time over the arm's: above 1 the arm is faster. Clocks that drift slowly cancel within a pair. A control, a second
-ordinary model, must come out at 1 within a tolerance; otherwise everything compared with its baseline is refused.
+ordinary model, must come out at 1 within a tolerance; otherwise everything compared with its baseline is refused. The
+free bound is the speedup of frozen heads that cost nothing.
 
-A record is one JSON object with the header of every result (`saf.records.result`) and
-
-    finished, seconds   whether the benchmark reached its end, and how long it took
-    rows                one for each comparison: `point`, `variant` (how it ran), `role`, `baseline`, `arm`, the fields
-                        of `Arm`; `baseline_ms`, `arm_ms` (medians), `ratio` with `q25`, `q75`, `min`, `max`, `pairs`,
-                        `pair_ms`; `control_ratio`, `refused`; `heads`; of whole models `model` and `per_layer`
-    memory              peak memory of each arm in a process of its own: `point`, `arm`, `bytes`, `change_percent`
-    kernels             the kernels that one pass of each arm ran, and whether the pinned one is among them
-    left_out            `what` was not measured, and `why`
+A benchmark is a class of settings (saf/bench/models.py, layer.py). It returns a `Case` for each point, which builds the
+arms; an arm that is warmed up is `Ready` to be timed.
 """
 
-import gc
 import math
+import multiprocessing
+import os
 import statistics
-import sys
+import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch import Tensor
 
-from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, rank_and_size
-from saf.errors import InputError, UnsupportedError
-from saf.machine import Call, Execution, device_name, driver_version
+from saf.bench.record import Row, Session
+from saf.distributed import all_ranks_or_raise
+from saf.errors import InputError, UnsupportedError, check_name
+from saf.machine import Call, Compile, Device, Execution, GraphPool, clean_process, wait_for
+from saf.ops.backend import Backend, Tables
 from saf.ops.frozen_heads import BACKENDS
-from saf.records.files import to_json, write_json
-from saf.records.result import result_header
+from saf.ops.heads import take_heads
+from saf.ops.live import FLASH_DECODE, KERNELS
+from saf.ops.positions import CachePosition
+from saf.patterns import Pattern
+from saf.records.table import byte_size, change_percent, signed
 
-FREE, PRUNED = "free", "pruned"
-"""Names that an arm has in place of a backend: heads whose mixing costs nothing, and heads that are removed."""
-FLEX = "flex"
-"""The attention kernel that is PyTorch's flex attention."""
-MIN_PAIRS = 2
-"""Fewest pairs of a row, unless the settings have one pair."""
-OUT_OF_TIME = "out of time"
-RECOMPILES = 64
-"""Programs that the compiler may hold for one function: one for each arm, and some to spare. PyTorch allows 8."""
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
-Row = dict[str, Any]
-Pair = tuple[float, float]
-"""Milliseconds of a block of the baseline and of the arm."""
 Block = Callable[[], float]
 """Runs a timed block and returns the milliseconds of one call."""
-
+Pair = tuple[float, float]
+"""Milliseconds of a block of the baseline and of the arm."""
 
 # --- what is compared
 
@@ -81,7 +73,7 @@ class Arm:
         """What the arm is compared for: control, kernel (ordinary, with another kernel), frozen, free or pruned."""
         if self.backend is None:
             return "control" if self.control else "kernel"
-        return self.backend if self.backend in (FREE, PRUNED) else "frozen"
+        return self.backend if self.backend in ("free", "pruned") else "frozen"
 
     @property
     def live_kernel(self) -> str:
@@ -89,6 +81,10 @@ class Arm:
         # "pruned" is no backend: without a frozen head nothing else computes live ones.
         backend = BACKENDS.get(str(self.backend))
         return "auto" if backend is not None and backend.mixes_live else self.kernel
+
+
+Comparison = tuple[Arm, Arm]
+"""A baseline, which is ordinary, and the arm that its time is divided by."""
 
 
 @dataclass(frozen=True)
@@ -110,99 +106,270 @@ class Point:
         return {key: value for key, value in asdict(self).items() if value is not None}
 
 
-class Comparison(NamedTuple):
-    """An arm and its baseline, the ordinary arm whose time is divided by the arm's."""
+class Ready(NamedTuple):
+    """An arm that is compiled, captured, checked and warmed up."""
 
-    baseline: Arm
-    arm: Arm
-
-
-class Subject(ABC):
-    """One arm that can be timed."""
-
-    facts: Mapping[str, Any] = {}
+    blocks: Mapping[str, Block]
+    """What is timed, by variant: the way in which it runs, such as "call" and "graph"."""
+    kernels: Callable[[], list[Row]]
+    """Returns the kernels that one call runs (`kernels_of`)."""
+    facts: Row
     """More entries of its rows; in rows where it is the baseline their names begin with `baseline_`."""
 
-    @abstractmethod
-    def warm_up(self) -> None:
-        """Compile, capture and check whatever is timed later, and run it untimed."""
 
-    @abstractmethod
-    def timed_block(self, variant: str) -> float:
-        """Return the milliseconds of one call, from a block of several."""
-
-    @abstractmethod
-    def kernels(self) -> list[Row]:
-        """Return the kernels that one call runs (`kernels_of`)."""
+WarmUp = Callable[[], Ready]
+"""Warms up an arm that is built already."""
+Build = Callable[[Arm, GraphPool], WarmUp]
+"""Builds an arm. All arms of a case share the pool: their graphs never run together."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Everything that one point compares: its arms, how each is built, what is timed, and what its rows say."""
+    """What is compared at one point, and what the rows say."""
 
     name: str
-    fields: Mapping[str, Any]
+    fields: Row
     """Entries that all rows share."""
     comparisons: Sequence[Comparison]
-    build: Callable[[Arm], Subject]
-    variants: Sequence[str]
-    describe: Callable[[Arm], Mapping[str, Any]]
-    """Entries of the rows of an arm."""
+    build: Build
+    """Takes what a new process can be sent, for `fresh` and `memory`."""
+    describe: Callable[[Arm], Row]
+    """Returns the entries of an arm's rows."""
 
 
-# --- the comparison
+@dataclass(kw_only=True)
+class Speed(ABC):
+    """Settings of every speed benchmark."""
+
+    kind: ClassVar[str]
+    micro_batches: ClassVar[int | None] = None
+    """Micro-batches of a point that names none; None for benchmarks whose points have none."""
+    cuda_others: ClassVar[tuple[str, ...]] = ("auto", "flash", "flex")
+    """`others` on CUDA by default."""
+    cuda_backends: ClassVar[tuple[str, ...]] = ("toeplitz", "fused")
+    """`backends` on CUDA by default."""
+
+    model: str = "124m"
+    """Time this preset with random weights, or a folder with its own frozen heads: a checkpoint, a run, or what
+    saf.save or save_pretrained wrote."""
+    points: tuple[str, ...] = ("4096x8",)
+    """Time these shapes, as context x sequences (x micro-batches of an update): 4096x8 or 4096x8x15."""
+    rates: tuple[float, ...] = ()
+    """Freeze these shares of heads: 0.25 and 0.5 by default. A folder has its own heads."""
+    backends: tuple[str, ...] = ()
+    """Execute frozen heads by these backends: toeplitz, linear (exponential patterns), fused, reference. By default
+    toeplitz and, on CUDA, fused, the paper's execution; those of a folder by its own."""
+    kernels: tuple[str, ...] = ()
+    """Run live heads by these attention kernels, on both sides of a ratio: by default cudnn on CUDA, auto on a CPU."""
+    others: tuple[str, ...] | None = None
+    """Compare these kernels of ordinary attention with the first, too: auto, cudnn, flash, efficient, math, flex. By
+    default auto, flash and flex on CUDA, none on a CPU; --others without a name compares none."""
+    free: bool = True
+    """Whether to measure the free bound too, frozen heads whose mixing costs nothing; --no-free leaves it out."""
+    pairs: int = 8
+    """Time this many pairs, the ordinary model and the other in turn; 0 with --memory times nothing."""
+    repeats: int = 1
+    """Time so many calls in a block; the block's time is their median."""
+    warmup: int = 3
+    """Call each arm so many times before, untimed."""
+    tolerance: float = 0.01
+    """Refuse comparisons where the ratio of two ordinary models is further than this from 1."""
+    seed: int = 0
+    """Draw weights, inputs, patterns and the choice of heads by this random seed."""
+    device: Device = "auto"
+    """Measure on this device; auto is CUDA if there is one."""
+    compile: Compile = "auto"
+    """Compile with torch.compile: on for CUDA, off for a CPU. "layers" compiles decoder layers by themselves, for
+    updates."""
+    profile: bool = True
+    """Whether to record the kernels that one pass of each arm runs; --no-profile leaves them out."""
+    seconds: float | None = None
+    """Stop cleanly where another measurement would not end within this, and record what was left out."""
+    num_layers: int | None = None
+    """Build so many layers, not the preset's: compiling all of a large model takes minutes."""
+    pruned: bool = False
+    """Measure each rate with the same heads pruned too: their values and output columns are gone."""
+    graphs: Literal["off", "on", "both"] = "off"
+    """Launch kernel by kernel, replay CUDA graphs, or both; in all arms."""
+    fresh: bool = False
+    """Take every timed block in a process of its own."""
+    memory: bool = False
+    """Measure peak memory on CUDA too, one arm a process."""
+
+    @abstractmethod
+    def cases(self, session: Session) -> list[Case]:
+        """Return what is compared, point by point, and record in the session what cannot be.
+
+        Raises an error for settings that cannot be used, before anything is recorded.
+        """
+
+    @property
+    def execution(self) -> Execution:
+        return Execution.of(self.device, compile=self.compile)
+
+    @property
+    def cuda(self) -> bool:
+        return self.execution.device.type == "cuda"
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        """Return the dtype of a name; "auto" is bf16 on CUDA and fp32 on a CPU."""
+        return DTYPES[("bf16" if self.cuda else "fp32") if name == "auto" else name]
+
+    def launch_modes(self) -> tuple[str, ...]:
+        """Return the modes that `graphs` times: "call" (kernel by kernel), "graph" (replayed); on a CPU only calls."""
+        if self.cuda:
+            return {"off": ("call",), "on": ("graph",), "both": ("call", "graph")}[self.graphs]
+        if self.graphs == "on":
+            raise UnsupportedError("CUDA graphs need a CUDA device; use --graphs off")
+        return ("call",)
+
+    def parsed_points(self) -> list[Point]:
+        """Parse the points; raise InputError for one that is not numbers joined by x."""
+        form = "4096x8" if self.micro_batches is None else "4096x8 or 4096x8x15"
+        points = []
+        for text in self.points:
+            numbers = [int(part) if part.isdigit() else 0 for part in text.lower().split("x")]
+            fits = 2 <= len(numbers) <= (2 if self.micro_batches is None else 3) and min(numbers) >= 1
+            require(fits, f"a point of {self.kind} must be written like {form}, got {text!r}")
+            points.append(Point(numbers[0], numbers[1], self.micro_batches if len(numbers) == 2 else numbers[2]))
+        return points
+
+    def comparisons(self, rates: Sequence[float], *, backend: str | None = None) -> list[Comparison]:
+        """List the comparisons of a point at some rates, controls first; `backend` is that of a folder's heads.
+
+        Each kernel has an ordinary baseline, its control and the arms of every rate. Ordinary arms of later kernels,
+        and of `others`, are compared with the first kernel's.
+        """
+        # `dict.fromkeys` drops what is named twice and keeps the order.
+        kernels = list(dict.fromkeys(self.kernels)) or (["cudnn"] if self.cuda else ["auto"])
+        others = self.others
+        if others is None:  # uncompiled flex attention is a matrix of scores, a baseline that nobody runs
+            others = [each for each in self.cuda_others if self.cuda and (each != "flex" or self.execution.compile)]
+        by_default = [backend] if backend else list(self.cuda_backends) if self.cuda else ["toeplitz"]
+        edits = [*(self.backends or by_default), *(["free"] if self.free else []), *(["pruned"] if self.pruned else [])]
+        comparisons = [(Arm(kernel), Arm(kernel, control=True)) for kernel in kernels]
+        for kernel in dict.fromkeys([*kernels, *others]):
+            if kernel != kernels[0]:
+                comparisons.append((Arm(kernels[0]), Arm(kernel)))
+        for kernel, rate, edit in product(kernels, dict.fromkeys(rates), dict.fromkeys(edits)):
+            comparisons.append((Arm(kernel), Arm(kernel, edit, rate)))
+        return comparisons
 
 
-def compare(session: "Session", case: Case, *, pairs: int, tolerance: float, profile: bool) -> None:
+def require(holds: bool, message: str) -> None:
+    """Raise InputError unless a condition on the settings holds."""
+    if not holds:
+        raise InputError(message)
+
+
+def check_arms(settings: Speed) -> None:
+    """Raise an error for names, rates and launch modes that no benchmark takes."""
+    kernels, known = [*settings.kernels, *(settings.others or [])], ["auto", "flex", *KERNELS]
+    if settings.kind == "decode":  # a kernel for few queries after a cache
+        known.append(FLASH_DECODE)
+    for name in kernels:
+        check_name("attention kernel", name, known)
+    for name in settings.backends:
+        check_name("backend", name, BACKENDS)
+    require(all(0 < rate <= 1 for rate in settings.rates), f"rates must be shares in (0, 1], got {settings.rates}")
+    # Uncompiled it is no kernel but a matrix of scores: a baseline that nobody runs.
+    uncompiled = "flex" in kernels and settings.cuda and not settings.execution.compile
+    require(not uncompiled, "flex attention is a kernel only where it is compiled; use --compile on")
+    by_layer = settings.compile == "layers" and settings.kind != "update"
+    require(not by_layer, "compile='layers' is for updates; use 'on' or 'off'")
+    require(settings.pairs > 0 or settings.memory, "pairs must be at least 1 unless memory is measured")
+    require(settings.cuda or not settings.memory, "memory is measured on CUDA alone; leave it out")
+    settings.launch_modes()
+
+
+# --- the benchmark
+
+BEGIN_SHARE = 0.5
+"""A point begins if the time left is more than this share of the longest point before it; it may end with fewer pairs
+than were asked for."""
+
+
+def measure(settings: Speed, *, out: Path | None = None) -> Row:
+    """Run a benchmark and return its record, written to `out` after every point.
+
+    Raises:
+        InputError: A setting that is unknown or has no effect here, or `out` exists.
+        UnsupportedError: A device that is not there.
+    """
+    with all_ranks_or_raise():
+        check_arms(settings)
+        execution = settings.execution
+        session = Session(settings.kind, asdict(settings), execution, out=out, seconds=settings.seconds)
+        cases = settings.cases(session)
+    longest = 0.0
+    with session, free_backend():
+        for case in cases:
+            # Skipped, not ended: a later point may be shorter.
+            if not session.fits(BEGIN_SHARE * longest):
+                session.skip(case.name, "out of time")
+                continue
+            began = session.spent
+            with clean_process(compiles=execution.compile):
+                if settings.memory:  # first, while this process holds nothing on the device
+                    measure_memory(session, settings, case)
+                if settings.pairs:
+                    compare(session, settings, case)
+            longest = max(longest, session.spent - began)
+    return session.record
+
+
+# --- pairs
+
+
+def compare(session: Session, settings: Speed, case: Case) -> None:
     """Build and warm up all arms of a case, time their pairs, and add a row for each comparison and variant.
 
     An arm that fails is left out with its reason; the others go on.
     """
-    subjects = _ready(session, case)
-    blocks = {}
-    for variant in case.variants:
-        for comparison in case.comparisons:
-            if comparison.baseline in subjects and comparison.arm in subjects:
-                pair = (partial(subjects[arm].timed_block, variant) for arm in comparison)
-                blocks[comparison, variant] = tuple(pair)
-    rows = _rows(case, subjects, alternate(session, case.name, blocks, pairs), tolerance)
+    build, pool = partial(in_fresh_processes, settings, case.build) if settings.fresh else case.build, GraphPool()
+    named = dict.fromkeys(arm for comparison in case.comparisons for arm in comparison)
+    # Not one arm after the other: an `Updater` that compiles drops what the process had compiled. An arm warmed up
+    # before the next one is built would compile again in its first timed block.
+    built = _on_every_rank(session, case, "built", {arm: partial(build, arm, pool) for arm in named})
+    arms: dict[Arm, Ready] = _on_every_rank(session, case, "warmed up", built)
+    del built  # with the memory of arms that failed to warm up
+    blocks = {(arm, variant): block for arm, ready in arms.items() for variant, block in ready.blocks.items()}
+    pairs = {
+        ((baseline, arm), variant): (blocks[baseline, variant], blocks[arm, variant])
+        for variant in dict.fromkeys(variant for _, variant in blocks)
+        for baseline, arm in case.comparisons
+        if (baseline, variant) in blocks and (arm, variant) in blocks
+    }
+    rows = _rows(case, arms, alternate(session, case.name, pairs, settings.pairs), settings.tolerance)
     session.add(rows)
     for row in rows:
         times = f"{row['arm']} {row['arm_ms']:.4g} ms, {row['baseline']} {row['baseline_ms']:.4g} ms"
         ratio = f"{row['ratio']:.3f}×" + (", refused" if row["refused"] else "")
         session.log(f"{case.name} {row['variant']}: {times}, {ratio}")
     # After all timing: a profiler that was used once may slow launches down.
-    for arm, subject in subjects.items() if profile else ():
+    for arm, ready in arms.items() if settings.profile else ():
         if not arm.control:
-            with session.attempt(f"{case.name}: kernels of {arm.name}"):
-                _record_kernels(session, case, arm, subject)
+            with session.attempt(f"{case.name}: kernels of {arm.name}"), all_ranks_or_raise():
+                session.add_kernels({**case.fields, "arm": arm.name}, ready.kernels(), pinned=arm.live_kernel)
 
 
-def _ready(session: "Session", case: Case) -> dict[Arm, Subject]:
-    """Build all arms of a case, then warm up each; return those that run on every rank."""
-    # Not in one loop: an `Updater` that compiles drops what the process had compiled. An arm warmed up before the next
-    # one is built would compile again in its first timed block.
-    built: dict[Arm, Subject] = {}
-    for arm in dict.fromkeys(arm for comparison in case.comparisons for arm in comparison):
-        with session.attempt(f"{case.name}: {arm.name}"):
-            with all_ranks_or_raise():
-                subject = case.build(arm)
-            built[arm] = subject
-    ready: dict[Arm, Subject] = {}
-    for arm, subject in built.items():
+def _on_every_rank(session: Session, case: Case, done: str, work: Mapping[Arm, Callable[[], Any]]) -> dict[Arm, Any]:
+    """Do the work of each arm and return the results of those that no rank failed to do."""
+    results = {}
+    for arm, each in work.items():
         began = session.spent
         with session.attempt(f"{case.name}: {arm.name}"):
             with all_ranks_or_raise():
-                subject.warm_up()
-            ready[arm] = subject
-            session.log(f"{case.name} warmed up: {arm.name}, {session.spent - began:.1f} s")
-    return ready
+                result = each()
+            results[arm] = result
+            session.log(f"{case.name} {done}: {arm.name}, {session.spent - began:.1f} s")
+    return results
 
 
 def alternate(
-    session: "Session", name: str, blocks: Mapping[Any, tuple[Block, Block]], pairs: int
+    session: Session, name: str, blocks: Mapping[Any, tuple[Block, Block]], pairs: int
 ) -> dict[Any, list[Pair]]:
-    """Time pairs of every comparison in rounds, each round one pair of all; return those with enough pairs.
+    """Time pairs of every comparison in rounds, each round one pair of all; return those with two pairs or all.
 
     An error, or the end of the time allowed, ends the rounds; earlier pairs stand.
     """
@@ -212,7 +379,7 @@ def alternate(
     longest = 0.0
     for number in range(pairs):
         if not session.fits(longest):
-            session.skip(name, f"pairs {number + 1} to {pairs}: {OUT_OF_TIME}")
+            session.skip(name, f"pairs {number + 1} to {pairs}: out of time")
             break
         began = time.perf_counter()
         try:
@@ -225,19 +392,20 @@ def alternate(
                         arm_ms = arm()
                         times[key].append((baseline(), arm_ms))
         except Exception as error:
-            session.skip(name, f"pairs from {number + 1}: {in_short(error)}")
+            session.skip_failed(name, error, why=f"pairs from {number + 1}: ")
             break
         longest = max(longest, time.perf_counter() - began)
-    return {key: each for key, each in times.items() if len(each) >= min(MIN_PAIRS, pairs)}
+    return {key: each for key, each in times.items() if len(each) >= min(2, pairs)}
 
 
-def _rows(case: Case, subjects: Mapping[Arm, Subject], times: Mapping[Any, list[Pair]], tolerance: float) -> list[Row]:
+def _rows(case: Case, arms: Mapping[Arm, Ready], times: Mapping[Any, list[Pair]], tolerance: float) -> list[Row]:
     """Return a row for each comparison; refused where its control is missing or further than `tolerance` from 1."""
     summaries = {key: summary(pairs) for key, pairs in times.items()}
-    controls = {}
-    for (comparison, variant), numbers in summaries.items():
-        if comparison.arm.control:
-            controls[comparison.baseline, variant] = numbers["ratio"]
+    controls = {
+        (baseline, variant): numbers["ratio"]
+        for ((baseline, arm), variant), numbers in summaries.items()
+        if arm.control
+    }
     rows = []
     for ((baseline, arm), variant), numbers in summaries.items():
         control = controls.get((baseline, variant))
@@ -245,8 +413,8 @@ def _rows(case: Case, subjects: Mapping[Arm, Subject], times: Mapping[Any, list[
         row |= {**asdict(arm), **numbers, "control_ratio": control}
         # Without a control nobody knows how far apart two equal models would be.
         row["refused"] = control is None or abs(control - 1) > tolerance
-        row |= {f"baseline_{name}": value for name, value in subjects[baseline].facts.items()}
-        rows.append({**row, **subjects[arm].facts, **case.describe(arm)})
+        row |= {f"baseline_{name}": value for name, value in arms[baseline].facts.items()}
+        rows.append({**row, **arms[arm].facts, **case.describe(arm)})
     return rows
 
 
@@ -269,162 +437,7 @@ def summary(pairs: Sequence[Pair]) -> Row:
     }
 
 
-def _record_kernels(session: "Session", case: Case, arm: Arm, subject: Subject) -> None:
-    kernels = subject.kernels()
-    seen = kernel_seen(arm.live_kernel, kernels, session.execution.device)
-    names = [each["name"] for each in kernels if any(part in each["name"].lower() for part in ATTENTION)]
-    session.kernels.append(
-        {**case.fields, "arm": arm.name, "kernel_seen": seen, "attention": names, "kernels": kernels}
-    )
-    if seen is False:  # None where no kernel is pinned, or the device shows no names
-        session.log(f"{case.name} warning: the kernels of {arm.name} do not show {arm.kernel}")
-    session.save()
-
-
-@contextmanager
-def clean_process(*, compiles: bool = True) -> Iterator[None]:
-    """Begin and end with an empty compiler and allocator cache.
-
-    Where nothing is compiled the compiler is not loaded, which takes seconds.
-    """
-
-    def forget() -> None:
-        if compiles:
-            torch._dynamo.reset()
-        if torch.cuda.is_available():
-            gc.collect()  # models with frozen heads are in reference cycles: only this frees their memory
-            torch.cuda.empty_cache()
-
-    with ExitStack() as stack:
-        if compiles:
-            stack.enter_context(torch._dynamo.config.patch(recompile_limit=RECOMPILES))  # type: ignore[attr-defined]
-            # The pinned attention kernel is no part of this cache's key: it would hand one arm's graph to another.
-            stack.enter_context(torch._functorch.config.patch(enable_autograd_cache=False))  # type: ignore[attr-defined]
-        forget()
-        stack.callback(forget)
-        yield
-
-
-# --- the record
-
-
-class Session:
-    """The record of one benchmark while it is measured: rows, what was left out, and the time allowed.
-
-    Use it as a context. Its file is written after every case and complete at any moment; `finished` is false after an
-    exception. In a group of processes rank 0 writes.
-    """
-
-    def __init__(
-        self,
-        kind: str,
-        settings: Mapping[str, Any],
-        execution: Execution,
-        *,
-        out: Path | None = None,
-        seconds: float | None = None,
-        **header: Any,
-    ):
-        """Write nothing yet; raise InputError where `out` exists. `header` goes to `result_header`."""
-        if out is not None and out.exists():
-            raise InputError(f"{out} exists already; remove it, or write to another file")
-        self.execution = execution
-        self.rows: list[Row] = []
-        self.memory: list[Row] = []
-        self.kernels: list[Row] = []
-        self.left_out: list[Row] = []
-        self._out = out if is_rank0() else None
-        self._limit = math.inf if seconds is None else seconds
-        self._began = time.perf_counter()
-        self._header: Row = result_header(kind, settings, **header) | {"finished": False}
-        self._header["provenance"] |= _environment(execution)
-
-    def __enter__(self) -> "Session":
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        self._header |= {"finished": kind is None, "seconds": round(self.spent, 1)}
-        self.save()
-
-    @property
-    def spent(self) -> float:
-        return time.perf_counter() - self._began
-
-    def fits(self, seconds: float) -> bool:
-        """Return whether work of so many seconds would end in time, by rank 0's clock."""
-        # Ranks that decided by their own clocks could differ, and the ones that go on would wait for ever.
-        return math.isinf(self._limit) or on_rank0(lambda: self._limit - self.spent > seconds)
-
-    def add(self, rows: Sequence[Row]) -> None:
-        self.rows += rows
-        self.save()
-
-    def skip(self, what: str, why: str) -> None:
-        """Record and print what is not measured."""
-        self.left_out.append({"what": what, "why": why})
-        self.log(f"left out: {what}: {why}")
-        self.save()
-
-    @contextmanager
-    def attempt(self, what: str) -> Iterator[None]:
-        """Record an error of the enclosed work, in any process, as the reason why `what` is left out, and go on."""
-        try:
-            with all_ranks_or_raise():
-                yield
-        except Exception as error:  # also PyTorch's, such as out of memory: the other arms can still be measured
-            self.skip(what, in_short(error))
-
-    def log(self, line: str) -> None:
-        """Print a line of progress with the seconds spent; standard output is for results."""
-        if is_rank0():
-            print(f"[{self.spent:6.1f} s] {line}", file=sys.stderr, flush=True)
-
-    @property
-    def record(self) -> Row:
-        lists = {name: getattr(self, name) for name in ("rows", "memory", "kernels", "left_out")}
-        return to_json({"seconds": round(self.spent, 1), **self._header, **lists})
-
-    def save(self) -> None:
-        if self._out is not None:
-            write_json(self._out, self.record)
-
-
-def in_short(error: BaseException) -> str:
-    """Return the type of an exception and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no reason given').splitlines()[0][:200]}"
-
-
-def _environment(execution: Execution) -> Row:
-    result: Row = {"device": device_name(execution.device), "driver": None, "processes": rank_and_size()[1]}
-    if execution.device.type == "cuda":
-        properties = torch.cuda.get_device_properties(execution.device)
-        result["driver"] = driver_version()
-        result |= {"memory_bytes": properties.total_memory, "multiprocessors": properties.multi_processor_count}
-    return result
-
-
 # --- timed blocks
-
-CALL, GRAPH = "call", "graph"
-SETTLE_MS = 400.0
-"""Untimed calls before a timed block of a model on CUDA, ms: clocks follow the load over more than 100 ms."""
-REST_MS = 200.0
-"""Idle time before a timed block of an operator on CUDA, ms: clocks are at their highest again after about 150."""
-MAX_KERNELS = 250
-"""Kernels of a pass that are recorded, the longest ones; a compiled update runs some 200."""
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until the device has finished all submitted work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def wall_block(call: Call, *, repeats: int, device: torch.device, settle: int = 0) -> float:
-    """Return the median milliseconds of `repeats` calls, each synchronised, after `settle` untimed ones."""
-    for _ in range(settle):
-        call()
-    return statistics.median(mean_block(call, repeats=1, device=device) for _ in range(repeats))
 
 
 def mean_block(call: Call, *, repeats: int, device: torch.device) -> float:
@@ -437,24 +450,11 @@ def mean_block(call: Call, *, repeats: int, device: torch.device) -> float:
     return 1e3 * (time.perf_counter() - began) / repeats
 
 
-def event_block(call: Call, *, repeats: int, device: torch.device, rest_ms: float = 0.0) -> float:
-    """Return the median milliseconds between CUDA events around `repeats` calls, after an idle time.
-
-    A GPU at its power limit lowers its clocks some 20 ms after a demanding arm began and raises them over more than
-    100 ms: short blocks after a rest see neither (docs/log.md). Without CUDA it is the wall clock.
-    """
-    wait_for(device)
-    time.sleep(1e-3 * rest_ms)
-    if device.type != "cuda":
-        return wall_block(call, repeats=repeats, device=device)
-    # Events, not the host's clock: calls of microseconds are submitted without waiting for the one before.
-    events = [tuple(torch.cuda.Event(enable_timing=True) for _ in range(2)) for _ in range(repeats)]
-    for start, end in events:
-        start.record()
+def median_block(call: Call, *, repeats: int, device: torch.device, settle: int = 0) -> float:
+    """Return the median milliseconds of `repeats` calls, each synchronised, after `settle` untimed ones."""
+    for _ in range(settle):
         call()
-        end.record()
-    wait_for(device)
-    return statistics.median(start.elapsed_time(end) for start, end in events)
+    return statistics.median(mean_block(call, repeats=1, device=device) for _ in range(repeats))
 
 
 def repeats_within(block_ms: float, once_ms: float, most: int) -> int:
@@ -462,51 +462,92 @@ def repeats_within(block_ms: float, once_ms: float, most: int) -> int:
     return min(most, max(1, math.ceil(block_ms / once_ms)))
 
 
-def launch_modes(graphs: str, device: torch.device) -> tuple[str, ...]:
-    """Return the modes that `graphs` ("off", "on", "both") times: called, replayed as a CUDA graph.
-
-    Without CUDA only calls are timed, and "on" raises UnsupportedError.
-    """
-    if device.type == "cuda":
-        return {"off": (CALL,), "on": (GRAPH,), "both": (CALL, GRAPH)}[graphs]
-    if graphs == "on":
-        raise UnsupportedError("CUDA graphs need a CUDA device; use --graphs off")
-    return (CALL,)
+# --- the free bound
 
 
-# --- kernels
+class FreeBackend(Backend):
+    """Frozen heads that cost nothing: values pass through unmixed. Its speedup is the most that freezing can reach."""
 
-ATTENTION = ("attention", "sdpa", "flash", "fmha", "toeplitz", "fused_forward", "key_block", "query_block", "prescale")
-"""Parts of names of GPU kernels that mix positions; records list these kernels as `attention`."""
-MARKS = {
-    "cudnn": ("cudnn",),
-    "flash": ("flash_fwd", "flash_attention", "flashattnfwd", "flash_attncute"),  # PyTorch's own, FlashAttention-3, -4
-    "flex": ("flex_attention", "triton_tem"),
-    "flash_decode": ("flash_decode_kernel",),
-}
-"""Parts of names of GPU kernels that show which attention kernel ran."""
+    how = "values pass through unmixed (a bound for measurements, not a model)"
 
+    def prepare(self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], *_: Any) -> dict[torch.dtype, Tables]:
+        return {dtype: {} for dtype in dtypes}
 
-def kernels_of(call: Call, device: torch.device) -> list[Row]:
-    """Return name, calls and milliseconds of the longest kernels of one call (operators on a CPU)."""
-    cuda = device.type == "cuda"
-    with profile(activities=[ProfilerActivity.CUDA if cuda else ProfilerActivity.CPU]) as profiler:
-        call()
-        wait_for(device)
-    kernels = []
-    for event in profiler.key_averages():
-        # A trace of CUDA has the host's launches, too; they are no kernels.
-        if not cuda or str(event.device_type).endswith("CUDA"):
-            microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
-            kernels.append({"name": event.key[:200], "calls": event.count, "ms": microseconds / 1e3})
-    return sorted(kernels, key=lambda kernel: -kernel["ms"])[:MAX_KERNELS]
+    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+        return take_heads(value, heads)
+
+    def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, position: CachePosition) -> Tensor:
+        at = torch.arange(position.count, device=value.device) + position.first
+        return take_heads(value.index_select(2, at), heads)
 
 
-def kernel_seen(kernel: str, kernels: Sequence[Mapping[str, Any]], device: torch.device) -> bool | None:
-    """Return whether the pinned kernel is among those that ran; None where nothing was recorded or pinned."""
-    if device.type != "cuda" or not kernels or kernel not in MARKS:
-        return None
-    names = [entry["name"].lower() for entry in kernels]
-    if kernel == "flash":  # cuDNN's kernels have "flash" in their names, too
-        names = [name for name in names if "cudnn" not in name]
-    return any(mark in name for name in names for mark in MARKS[kernel])
+@contextmanager
+def free_backend() -> Iterator[None]:
+    """Register `FreeBackend` as the backend "free" while something is measured; "auto" never takes it."""
+    BACKENDS["free"] = FreeBackend()
+    try:
+        yield
+    finally:
+        del BACKENDS["free"]
+
+
+# --- processes
+
+SPAWN = multiprocessing.get_context("spawn")  # a forked process could not use CUDA
+code_folder = partial(tempfile.TemporaryDirectory, prefix="saf-bench-", ignore_cleanup_errors=True)
+"""Makes a folder for the compiled code of one arm: it must take no program compiled for another kernel."""
+
+
+def in_fresh_processes(settings: Speed, build: Build, arm: Arm, _: GraphPool) -> WarmUp:
+    """Build an arm whose every timed block runs in a new process; its compiled code stays on disk between them."""
+    code = code_folder()
+
+    def warm_up() -> Ready:
+        first = _in_new_process(settings, build, arm, code=code.name, profile=settings.profile)
+        measured: dict[str, float] = {}
+
+        def block(variant: str) -> float:
+            # A process times every variant once, as starting and building take most of its time.
+            if variant not in measured:
+                measured.update(_in_new_process(settings, build, arm, code=code.name)["block_ms"])
+            return measured.pop(variant)
+
+        blocks = {variant: partial(block, variant) for variant in first["block_ms"]}
+        return Ready(blocks, lambda: first["kernels"], first["facts"])
+
+    return warm_up
+
+
+def measure_memory(session: Session, settings: Speed, case: Case) -> None:
+    """Record the peak memory of each arm but controls, and its change from the first one's, which is ordinary."""
+    arms = list(dict.fromkeys(arm for comparison in case.comparisons for arm in comparison if not arm.control))
+    peaks: dict[Arm, int] = {}
+    for arm in arms:
+        with session.attempt(f"{case.name}: peak memory of {arm.name}"), code_folder() as code:
+            peaks[arm] = _in_new_process(settings, case.build, arm, code=code)["bytes"]
+            change = change_percent(peaks.get(arms[0]), peaks[arm])
+            entry = {"point": case.fields["point"], "arm": arm.name, "backend": arm.backend, "rate": arm.rate}
+            entry |= {"kind": "allocated", "bytes": peaks[arm], "change_percent": change}
+            session.memory.append(entry)
+            session.save()
+            session.log(
+                f"{case.name} peak memory: {arm.name} {byte_size(peaks[arm])}, {signed(change)} against ordinary"
+            )
+
+
+def _in_new_process(settings: Speed, build: Build, arm: Arm, *, code: str, profile: bool = False) -> Row:
+    with ProcessPoolExecutor(1, SPAWN) as pool:
+        return pool.submit(_build_and_time, settings, build, arm, code, profile).result()
+
+
+def _build_and_time(settings: Speed, build: Build, arm: Arm, code: str, profile: bool) -> Row:
+    """Build and time an arm in this process; return its times by variant, peak memory, kernels and facts."""
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = code
+    with clean_process(compiles=settings.execution.compile), free_backend():
+        ready = build(arm, GraphPool())()
+        if settings.cuda:
+            torch.cuda.reset_peak_memory_stats()  # of timed calls alone, without compiling and tuning
+        block_ms = {variant: block() for variant, block in ready.blocks.items()}
+        peak = torch.cuda.max_memory_allocated() if settings.cuda else None
+        kernels = ready.kernels() if profile else []
+    return {"block_ms": block_ms, "bytes": peak, "kernels": kernels, "facts": ready.facts}

@@ -33,7 +33,7 @@ FIRST = (
     "model", "points", "rates", "backends", "kernels", "pairs", "device", "graphs",
     "memory", "seconds", "pruned", "tolerance",
 )  # fmt: skip
-"""The settings that `--help` shows."""
+"""The settings that `--help` shows, without those of whole models for op."""
 
 
 @dataclass(kw_only=True)
@@ -76,7 +76,8 @@ def parse_words(words: Sequence[str]) -> Command:
     name, *rest = words or ["--help"]
     if (kind := bench.KINDS.get(name)) is not None:
         default = Command(settings=kind())  # tyro then has the settings of this benchmark, not of the base class
-        return parse(Command, rest, prog=f"saf bench {name}", default=default, first={kind: FIRST}, doc=kind.__doc__)
+        first = {kind: [each for each in FIRST if name != "op" or each not in ("memory", "pruned")]}
+        return parse(Command, rest, prog=f"saf bench {name}", default=default, first=first, doc=kind.__doc__)
     if name not in ("-h", "--help", "--help-all"):
         check_name("the benchmark", name, bench.KINDS)
     lines = []

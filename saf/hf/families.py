@@ -1,7 +1,7 @@
 """`FAMILIES` lists the model families of transformers that can be frozen, and how their attention layers are built.
 
 `saf.hf.attention.edited_forward` computes an attention layer by its family's description. `random_model` returns a
-model with random weights, at any shape, for benchmarks.
+model with random weights, at any shape, for benchmarks; `TRANSFORMERS` has the sizes of their presets.
 """
 
 from collections.abc import Mapping
@@ -90,6 +90,23 @@ FAMILIES = (
 )
 NO_FAMILY = Family(name="", attention="")
 """The family of all other models, which can only be evaluated: no layer has its class name."""
+
+
+_SIZES = (
+    "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
+    "hidden_size", "intermediate_size",
+)  # fmt: skip
+# llama-124m has the layers, heads and channels of GPT-2's small model; its gated MLP has as many weights as that
+# model's. llama-7b has the sizes of Llama-2-7B.
+TRANSFORMERS: dict[str, tuple[str, dict[str, int]]] = {
+    name: (family, dict(zip(_SIZES, sizes, strict=True)))
+    for name, family, *sizes in (
+        ("llama-124m", "Llama", 12, 12, 12, 64, 50_304, 768, 2_048),
+        ("llama-7b", "Llama", 32, 32, 32, 128, 32_000, 4_096, 11_008),
+        ("qwen3-4b", "Qwen3", 36, 32, 8, 128, 151_936, 2_560, 9_728),
+    )
+}
+"""Family and sizes, as fields of the configuration, of each preset of transformers."""
 
 
 def random_model(

@@ -8,7 +8,6 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from saf.bench.protocol import GRAPH, PRUNED
 from saf.records.table import MISSING, Part, Table, byte_size, number, signed
 
 Record = Mapping[str, Any]
@@ -18,7 +17,7 @@ REFUSED = "refused"
 NEAR_ONE = 0.005
 """A bound this close to 1 leaves nothing to take a share of."""
 # The committed results have records of earlier versions, whose tables are rendered from them, too.
-_WORDS = {"update": "", "both": "forward and backward", "call": "called", GRAPH: "replayed as a CUDA graph"}
+_WORDS = {"update": "", "both": "forward and backward", "call": "called", "graph": "replayed as a CUDA graph"}
 _KERNELS = {
     "cudnn": "cuDNN",
     "auto": "PyTorch's choice of kernel",
@@ -192,7 +191,7 @@ def shape(point: Record) -> str:
 
 def _edited_name(row: Record) -> str:
     share = f"{100 * row['rate']:.3g}%"
-    return f"{share} pruned" if row["backend"] == PRUNED else f"{share} frozen, {row['backend']}"
+    return f"{share} pruned" if row["backend"] == "pruned" else f"{share} frozen, {row['backend']}"
 
 
 def _baseline(row: Record) -> str:
@@ -214,7 +213,7 @@ def means(record: Record, *, graphed: bool) -> list[tuple[Record, dict[str, str]
         kernels = {entry["arm"]: entry["kernels"] for entry in record["kernels"]}
     accepted = []
     for row in record["rows"]:
-        if row["variant"].endswith(f" {GRAPH}") == graphed and row["backend"] and not row["refused"]:
+        if row["variant"].endswith(" graph") == graphed and row["backend"] and not row["refused"]:
             accepted.append(row)
     for arm in dict.fromkeys(row["arm"] for row in accepted):
         rows = [row for row in accepted if row["arm"] == arm]

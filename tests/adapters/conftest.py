@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import saf
-from saf.bench.models import synthetic_patterns
 from saf.patterns import DensePattern
+from saf.synthetic import synthetic_patterns
 from tests.transformers_models import FAMILIES, FROZEN, LENGTH, make
 
 

@@ -8,11 +8,11 @@ from transformers import Cache, DynamicCache, StaticCache
 from transformers.cache_utils import QuantizedLayer
 
 import saf
-from saf.bench.models import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadSet
 from saf.integrations.transformers import cache_bytes
 from saf.models.adapter import adapter_for, rows_of
+from saf.synthetic import synthetic_patterns
 from tests.transformers_models import FROZEN, HEADS, LENGTH, NEW, SIZES, freezable, freeze, generate, make, tokens
 
 HEAD_DIMS = {"llama": SIZES["hidden_size"] // 4, "qwen3": 16}

@@ -7,10 +7,10 @@ import torch
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import saf
-from saf.bench.models import synthetic_patterns
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.integrations.transformers import cache_bytes
+from saf.synthetic import synthetic_patterns
 from tests.ops.exponential_patterns import exponential_patterns
 from tests.transformers_models import FROZEN, generate, logits, make, tokens
 

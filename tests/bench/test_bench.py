@@ -9,19 +9,20 @@ from torch.nn.functional import scaled_dot_product_attention
 
 import saf
 from saf import bench
-from saf.bench.models import FlexAttention, ModelPlan, causal_blocks, synthetic_patterns
-from saf.bench.protocol import Arm, Point
-from saf.bench.speed import FreshSubject
+from saf.bench.models import FlexAttention, plan_of
+from saf.bench.protocol import Arm, in_fresh_processes
+from saf.bench.record import Session
 from saf.errors import InputError, SafError, UnsupportedError
 from saf.heads import HeadSet
+from saf.machine import GraphPool
 from saf.ops import frozen_attention
+from saf.synthetic import synthetic_patterns
 from tests.transformers_models import make
 
 TOY: dict[str, Any] = {
     "device": "cpu", "pairs": 2, "tolerance": 1e9, "warmup": 1, "repeats": 1, "others": (), "profile": False,
 }  # fmt: skip
 HEADS = [(0, 0), (0, 1), (2, 3)]
-CPU = torch.device("cpu")
 
 
 def patterns(count: int, length: int):
@@ -59,7 +60,7 @@ def roles(record: dict[str, Any]) -> list[tuple[str, int]]:
 
 def test_flex_attention_is_causal_attention():
     query, key, value = torch.randn(3, 2, 4, 200, 16).unbind()
-    (output,) = FlexAttention(causal_blocks(200, CPU))(query, key, value, None, None)
+    (output,) = FlexAttention(200, torch.device("cpu"))(query, key, value, None, None)
     torch.testing.assert_close(output, scaled_dot_product_attention(query, key, value, is_causal=True))
 
 
@@ -105,7 +106,7 @@ def test_an_operator_whose_gradient_is_wrong_is_not_timed(monkeypatch):
         output = frozen_attention(value, frozen)
         return output.detach() / 2 + output / 2  # the right output, half its gradient
 
-    monkeypatch.setattr("saf.bench.subjects.frozen_attention", wrong)
+    monkeypatch.setattr("saf.bench.layer.frozen_attention", wrong)
     record = run("op", "tiny", points=("64x2",), rates=(0.5,), **TOY)
     assert "of the gradient" in record["left_out"][0]["why"]
     assert {row["role"] for row in record["rows"] if row["alone"]} == {"control"}
@@ -139,7 +140,7 @@ def test_a_folder_of_transformers_has_its_own_heads(hf, kind):
 
 
 def test_the_baseline_of_a_folder_has_the_weights_from_before_freezing(gpt):
-    plan, tokens = ModelPlan(model=str(gpt), length=16, device=CPU), torch.randint(64, (1, 16))
+    plan, tokens = plan_of(bench.Prefill(model=str(gpt), device="cpu"), 16), torch.randint(64, (1, 16))
     for arm, folder in ((Arm("auto"), gpt.parent / "ordinary"), (Arm("auto", "toeplitz", 3 / 16), gpt)):
         model, saved = plan.build(arm).eval(), saf.load(folder).eval()
         torch.testing.assert_close(model(tokens), saved(tokens), rtol=0, atol=0)
@@ -156,9 +157,11 @@ def test_a_pruned_folder_is_compared_with_what_it_was(tmp_path):
 def test_fresh_blocks_are_of_processes_of_their_own(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     prefill = bench.Prefill(model="tiny", points=("16x1",), **TOY)
-    assert FreshSubject(prefill, Point(16, 1, precision="fp32"), Arm("auto")).timed_block("call") > 0
+    (case,) = prefill.cases(Session("prefill", {}, prefill.execution))
+    ready = in_fresh_processes(prefill, case.build, Arm("auto"), GraphPool())()
+    assert ready.blocks["call"]() > 0
     with pytest.raises(SafError, match="nothing"):
-        FreshSubject(prefill, Point(16, 1, precision="fp32"), Arm("nothing")).timed_block("call")
+        in_fresh_processes(prefill, case.build, Arm("nothing"), GraphPool())()
 
 
 FOLDER, ORDINARY = "a folder with frozen heads", "a folder without"
@@ -176,6 +179,7 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("prefill", {"model": FOLDER, "rates": (0.5,)}, InputError, "rates"),
     ("prefill", {"model": FOLDER, "points": ("128x1",)}, InputError, "at most 64"),
     ("op", {"model": FOLDER}, InputError, "must be a preset"),
+    ("op", {"pruned": True}, InputError, "whole models"),
     ("decode", {"model": FOLDER}, InputError, "no cache"),
     ("prefill", {"model": ORDINARY}, InputError, "no frozen or pruned heads"),
 ]

@@ -6,8 +6,10 @@ from typing import Any
 import pytest
 
 from saf.bench import Update
-from saf.bench.protocol import Arm, Case, Comparison, Session, Subject, alternate, compare, summary
+from saf.bench.protocol import Arm, Case, Ready, alternate, compare, summary
+from saf.bench.record import Session
 from saf.errors import InputError
+from saf.machine import GraphPool
 from saf.records.files import read_json
 from saf.report.benchmarks import speed_cells
 from tests.report.benchmark_records import MACHINE, TIMES, record
@@ -41,22 +43,18 @@ def test_all_arms_are_built_before_one_is_warmed_up(session):
     """Building a compiled update drops what the process had compiled: earlier arms would compile in a timed block."""
     steps = []
 
-    class Noted(Subject):
-        def __init__(self, arm: Arm):
-            steps.append(f"build {arm.name}")
+    def build(arm: Arm, _: GraphPool):
+        steps.append(f"build {arm.name}")
 
-        def warm_up(self) -> None:
+        def warm_up() -> Ready:
             steps.append("warm up")
+            return Ready({"call": lambda: 1.0}, list, {})
 
-        def timed_block(self, variant: str) -> float:
-            return 1.0
+        return warm_up
 
-        def kernels(self) -> list[dict[str, Any]]:
-            return []
-
-    pair = Comparison(Arm("math"), Arm("math", control=True))
-    case = Case(name="a", fields={}, comparisons=[pair], build=Noted, variants=["call"], describe=lambda arm: {})
-    compare(session, case, pairs=2, tolerance=0.01, profile=False)
+    pair = (Arm("math"), Arm("math", control=True))
+    case = Case(name="a", fields={}, comparisons=[pair], build=build, describe=lambda arm: {})
+    compare(session, Update(pairs=2, profile=False, device="cpu"), case)
     assert steps == ["build ordinary math", "build control math", "warm up", "warm up"]
 
 
@@ -122,10 +120,10 @@ def test_a_record_that_is_there_is_not_overwritten_and_an_interrupted_one_says_s
 
 
 def test_every_kernel_has_its_control_and_later_ones_stand_beside_the_first():
-    settings = Update(kernels=("cudnn", "flash"), others=("flex", "cudnn"), backends=("toeplitz",), device="cpu")
-    names = [
-        (each.baseline.name, each.arm.name, each.arm.role) for each in settings.comparisons([0.25, 0.25], pruned=True)
-    ]
+    settings = Update(
+        kernels=("cudnn", "flash"), others=("flex", "cudnn"), backends=("toeplitz",), pruned=True, device="cpu"
+    )
+    names = [(baseline.name, arm.name, arm.role) for baseline, arm in settings.comparisons([0.25, 0.25])]
     assert names == [
         ("ordinary cudnn", "control cudnn", "control"), ("ordinary flash", "control flash", "control"),
         ("ordinary cudnn", "ordinary flash", "kernel"), ("ordinary cudnn", "ordinary flex", "kernel"),

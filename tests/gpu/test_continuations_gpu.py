@@ -6,8 +6,8 @@ import pytest
 import torch
 
 import saf
-from saf.bench.models import synthetic_patterns
 from saf.models import GPT, GPTConfig
+from saf.synthetic import synthetic_patterns
 from saf.tasks.base import Continuation, likelihoods
 
 pytestmark = pytest.mark.gpu

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import saf
-from saf.bench.models import synthetic_patterns
-from saf.bench.protocol import kernels_of
+from saf.bench.record import kernels_of
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
 from saf.hf.cache import SAFE_OFFLOADING
 from saf.machine import GraphPool, GraphReplay
+from saf.synthetic import synthetic_patterns
 from tests.ops.exponential_patterns import exponential_patterns
 
 transformers = pytest.importorskip("transformers")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from saf.bench.protocol import kernels_of
+from saf.bench.record import kernels_of
 from saf.machine import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, attention_products, for_graphs, mixed_attention, summed
 from saf.ops.fused.op import SHORT

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 import saf
-from saf.bench.models import synthetic_patterns
 from saf.heads import HeadSet
 from saf.machine import Execution
 from saf.models.adapter import adapter_for
 from saf.surgery import install_
+from saf.synthetic import synthetic_patterns
 from saf.train.step import Updater, build_optimizer
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from saf.bench.protocol import kernel_seen, kernels_of
+from saf.bench.record import kernel_seen, kernels_of
 from saf.heads import HeadSet
 from saf.models import GPT, GPTConfig
 from saf.ops import FrozenHeads, mixed_attention

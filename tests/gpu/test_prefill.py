@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import saf
-from saf.bench.models import synthetic_patterns
 from saf.errors import InputError
 from saf.heads import HeadSet
+from saf.synthetic import synthetic_patterns
 
 pytestmark = pytest.mark.gpu
 

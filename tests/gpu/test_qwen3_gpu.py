@@ -4,10 +4,10 @@ import pytest
 import torch
 
 import saf
-from saf.bench.models import synthetic_patterns
-from saf.bench.protocol import kernel_seen, kernels_of
+from saf.bench.record import kernel_seen, kernels_of
 from saf.heads import HeadSet
 from saf.models.adapter import adapter_for
+from saf.synthetic import synthetic_patterns
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.gpu

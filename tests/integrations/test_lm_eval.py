@@ -8,12 +8,12 @@ import torch
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'saf[eval]'")
 
 import saf
-from saf.bench.models import synthetic_patterns
 from saf.errors import DataError, InputError, UnsupportedError
 from saf.hf.lm_eval import ExactLengthModel, answer_tasks
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import language_model
 from saf.opening import Encoder
+from saf.synthetic import synthetic_patterns
 from saf.tasks.zero_shot import ZERO_SHOT
 from tests.tasks.zero_shot_files import COUNT, expected, write_tasks
 from tests.transformers_models import make

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from saf.bench.models import synthetic_patterns
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
@@ -12,6 +11,7 @@ from saf.ops.heads import cached_order
 from saf.ops.operator import product_precision
 from saf.ops.positions import CachePosition
 from saf.patterns import DensePattern, TrainablePattern
+from saf.synthetic import synthetic_patterns
 from tests.ops.hard_patterns import hard_patterns, random_pattern
 from tests.ops.layers import relative
 

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from saf.bench.models import synthetic_patterns
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, mixed_attention
 from saf.ops.flash_decode import op
+from saf.synthetic import synthetic_patterns
 
 
 def layer(query_heads: int = 2, rows: int = 1, dtype: torch.dtype = torch.float16) -> dict:

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import torch
 
 from saf.bench import Update
-from saf.bench.protocol import Arm, Case, Point, Session, Subject, compare
+from saf.bench.protocol import Arm, Case, Point, Ready, WarmUp, compare
+from saf.bench.record import Session
+from saf.machine import GraphPool
 
 POINT = Point(4096, 8, 4)
 TIMES = {
@@ -24,31 +28,16 @@ TIMES = {
 MACHINE: Any = SimpleNamespace(device=torch.device("cpu"), device_name="Invented 9000", precision="bf16", compile=False)
 
 
-class _Timed(Subject):
-    """Takes invented times, so that the real protocol can measure it."""
-
-    def __init__(self, times: Sequence[float]):
-        self._times, self._asked = times, 0
-
-    def warm_up(self) -> None:
-        pass
-
-    def timed_block(self, variant: str) -> float:
-        self._asked += 1
-        return self._times[(self._asked - 1) % len(self._times)]
-
-    def kernels(self) -> list[dict[str, Any]]:
-        return [{"name": "sdpa_<forward>", "calls": 1, "ms": 2.5}]
-
-
 def record(path: Path | None = None, *, times: Mapping[str, Sequence[float]] = TIMES) -> dict[str, Any]:
     """Return (and write) a record of arms that take `times`; an arm without any cannot run."""
     settings = Update(pairs=4, device="cpu", kernels=("cudnn",), others=())
 
-    def build(arm: Arm) -> _Timed:
+    def build(arm: Arm, _: GraphPool) -> WarmUp:
         if arm.name not in times:
             raise RuntimeError(f"no way to run {arm.name}.")
-        return _Timed(times[arm.name])
+        block = partial(next, cycle(times[arm.name]))
+        kernels = [{"name": "sdpa_<forward>", "calls": 1, "ms": 2.5}]
+        return lambda: Ready({"update": block}, lambda: kernels, {})
 
     with Session(settings.kind, asdict(settings), MACHINE, out=path) as session:
         case = Case(
@@ -56,8 +45,7 @@ def record(path: Path | None = None, *, times: Mapping[str, Sequence[float]] = T
             fields={"model": "124m", "point": POINT.to_dict()},
             comparisons=settings.comparisons([0.25, 0.5]),
             build=build,
-            variants=("update",),
             describe=lambda arm: {"heads": round(144 * arm.rate)},
         )
-        compare(session, case, pairs=settings.pairs, tolerance=settings.tolerance, profile=settings.profile)
+        compare(session, settings, case)
     return session.record

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 import saf
-from saf.bench.models import synthetic_patterns
 from saf.errors import DivergenceError, InputError
 from saf.models import GPT, GPTConfig
+from saf.synthetic import synthetic_patterns
 from saf.tasks.base import Continuation, likelihoods
 
 LENGTH, VOCAB = 24, 40

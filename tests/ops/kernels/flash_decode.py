@@ -50,11 +50,11 @@ def run(case: Case | int, device: str) -> list[str]:
     """Return which limits break: errors, one launch of several parts, finite outputs laid out for the projection."""
     if isinstance(case, int):
         return _merged(case, device)
-    from saf.bench.models import synthetic_patterns
     from saf.ops import FrozenHeads, frozen_attention, mixed_attention
     from saf.ops.flash_decode import kernels, op
     from saf.ops.heads import cached_order
     from saf.ops.positions import CachePosition
+    from saf.synthetic import synthetic_patterns
 
     kernels.PART_KEYS, op.uses_triton = case.part_keys, lambda device, dtype: True
     op.DTYPES = (torch.float32, torch.float16)  # of so few channels float32 fits
