@@ -1,7 +1,4 @@
-"""The benchmark of one attention layer (`Op`): frozen heads alone, and the layer of live and frozen heads.
-
-Each arm is checked against float64 before it is timed.
-"""
+"""The benchmark of one attention layer (`Op`): frozen heads alone, and the mixed layer, each checked in float64."""
 
 import math
 import statistics

@@ -192,10 +192,8 @@ def plan_of(settings: Speed, length: int) -> ModelPlan:
         if length > plan.length:
             raise InputError(f"{model} takes at most {plan.length} tokens, got {length}: give --points {plan.length}x1")
         return replace(plan, length=length, seed=settings.seed)
-    shape, own_decoder = shape_of(model, length, settings.num_layers), model not in TRANSFORMERS
-    return ModelPlan(
-        model=model, length=length, device=device, seed=settings.seed, shape=shape, own_decoder=own_decoder
-    )
+    shape, own = shape_of(model, length, settings.num_layers), model not in TRANSFORMERS
+    return ModelPlan(model=model, length=length, device=device, seed=settings.seed, shape=shape, own_decoder=own)
 
 
 @lru_cache(maxsize=1)

@@ -198,10 +198,7 @@ class Speed(ABC):
 
     @abstractmethod
     def cases(self, session: Session) -> list[Case]:
-        """Return what is compared, point by point, and record in the session what cannot be.
-
-        Raises an error for settings that cannot be used, before anything is recorded.
-        """
+        """Return what is compared, point by point; raise an error first for settings that cannot be used."""
 
     @property
     def execution(self) -> Execution:
@@ -264,9 +261,8 @@ def require(holds: bool, message: str) -> None:
 
 def check_arms(settings: Speed) -> None:
     """Raise an error for names, rates and launch modes that no benchmark takes."""
-    kernels, known = [*settings.kernels, *(settings.others or [])], ["auto", "flex", *KERNELS]
-    if settings.kind == "decode":  # a kernel for few queries after a cache
-        known.append(FLASH_DECODE)
+    kernels, decodes = [*settings.kernels, *(settings.others or [])], settings.kind == "decode"
+    known = ["auto", "flex", *KERNELS, *([FLASH_DECODE] if decodes else [])]  # the last is for few queries
     for name in kernels:
         check_name("attention kernel", name, known)
     for name in settings.backends:
@@ -298,8 +294,7 @@ def measure(settings: Speed, *, out: Path | None = None) -> Row:
     """
     with all_ranks_or_raise():
         check_arms(settings)
-        execution = settings.execution
-        session = Session(settings.kind, asdict(settings), execution, out=out, seconds=settings.seconds)
+        session = Session(settings.kind, asdict(settings), settings.execution, out=out, seconds=settings.seconds)
         cases = settings.cases(session)
     longest = 0.0
     with session, free_backend():
@@ -309,7 +304,7 @@ def measure(settings: Speed, *, out: Path | None = None) -> Row:
                 session.skip(case.name, "out of time")
                 continue
             began = session.spent
-            with clean_process(compiles=execution.compile):
+            with clean_process(compiles=settings.execution.compile):
                 if settings.memory:  # first, while this process holds nothing on the device
                     measure_memory(session, settings, case)
                 if settings.pairs:
@@ -523,16 +518,15 @@ def measure_memory(session: Session, settings: Speed, case: Case) -> None:
     arms = list(dict.fromkeys(arm for comparison in case.comparisons for arm in comparison if not arm.control))
     peaks: dict[Arm, int] = {}
     for arm in arms:
-        with session.attempt(f"{case.name}: peak memory of {arm.name}"), code_folder() as code:
+        what = f"{case.name}: peak memory of {arm.name}"
+        with session.attempt(what), code_folder() as code:
             peaks[arm] = _in_new_process(settings, case.build, arm, code=code)["bytes"]
             change = change_percent(peaks.get(arms[0]), peaks[arm])
             entry = {"point": case.fields["point"], "arm": arm.name, "backend": arm.backend, "rate": arm.rate}
             entry |= {"kind": "allocated", "bytes": peaks[arm], "change_percent": change}
             session.memory.append(entry)
             session.save()
-            session.log(
-                f"{case.name} peak memory: {arm.name} {byte_size(peaks[arm])}, {signed(change)} against ordinary"
-            )
+            session.log(f"{what}: {byte_size(peaks[arm])}, {signed(change)} against ordinary")
 
 
 def _in_new_process(settings: Speed, build: Build, arm: Arm, *, code: str, profile: bool = False) -> Row:
