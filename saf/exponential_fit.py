@@ -181,8 +181,10 @@ def _row_and_marginal_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     length, factors = logits.shape[-1], logits.exp()
     spectra = torch.fft.rfft(factors, 2 * length)
-    # A tiny row may come out as zero or below, by rounding; its logarithm and inverse must stay finite.
-    rows = torch.fft.irfft(spectra[0] * spectra[1], 2 * length)[..., :length].clamp(min=1e-300)
+    # A tiny row may come out as zero or below, by rounding. It is no less than its last term, exp(alpha_i + rho_0):
+    # without that bound its logarithm could make the loss as low as one likes.
+    last = (factors[0] * factors[1, :, :1]).clamp(min=1e-300)
+    rows = torch.maximum(torch.fft.irfft(spectra[0] * spectra[1], 2 * length)[..., :length], last)
     correlations = torch.fft.irfft(spectra.conj() * torch.fft.rfft(1 / rows, 2 * length), 2 * length)[..., :length]
     # Column sums are correlations of 1 / Z with exp(rho), diagonal sums with exp(alpha): hence the flip.
     return rows, correlations.flip(0) * factors
