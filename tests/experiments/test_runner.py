@@ -138,13 +138,6 @@ def test_the_measured_speed_less_the_charge_decides_the_updates_of_small_runs():
     assert run.step == 572
 
 
-def test_a_scale_name_sets_tokens_and_the_peak_rate():
-    scale = scale_named("small-75M-3e-4-again")
-    settings = scale.settings_at(4_096)
-    assert (settings["peak_lr"], settings["updates"]) == (3e-4, 1_144)
-    assert scale_named("small-75M-again").settings_at(4_096)["peak_lr"] == 1e-3
-
-
 @pytest.mark.parametrize("name", ["paper", "small-75M", "smoke"])
 def test_every_arm_has_settings_that_a_run_takes(name):
     """`plan` checks them; where no parent's checkpoint is needed, the whole configuration is built."""

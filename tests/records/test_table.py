@@ -1,4 +1,4 @@
-"""Tables keep numbers whole on narrow terminals and align in Markdown; text from outside reads as it is."""
+"""Tables keep numbers whole on narrow terminals; text from outside reads as it is."""
 
 import os
 from html import escape
@@ -22,30 +22,6 @@ def test_a_narrow_terminal_splits_no_number(capsys, monkeypatch, width):
     assert all(word in printed for word in ("relative", "error", "toeplitz", "ordinary"))
     if width >= 60:
         assert max(map(len, printed.splitlines())) <= width
-
-
-MARKED = Table.of(
-    "A title",
-    ["name", "count", "what"],
-    [
-        ["<b>", 1234, "x|y`"],
-        ["plain", None, "+1% (0 to 2)"],
-    ],
-    notes=["A note."],
-)
-
-
-def test_markdown_aligns_numbers_and_keeps_bars_in_their_cells():
-    assert MARKED.markdown().splitlines() == [
-        "**A title**",
-        "",
-        "| name | count | what |",
-        "| --- | ---: | --- |",
-        "| \\<b\\> | 1,234 | x\\|y\\` |",
-        "| plain | – | +1% (0 to 2) |",
-        "",
-        "- A note.",
-    ]
 
 
 # --- text and numbers
