@@ -85,6 +85,16 @@ def test_a_head_beyond_the_limits_stays_compact():
     torch.testing.assert_close(fit.pattern.dense(), compact[0].dense())
 
 
+def test_a_head_too_sharp_for_an_fft_stays_compact_beside_one_that_is_fitted():
+    alpha, rho = torch.zeros(2, 300, dtype=torch.float64), -torch.arange(300, dtype=torch.float64).expand(2, -1) / 40
+    alpha[0, :150] = -60
+    compact = CompactPattern.from_parameters(alpha, rho)
+    targets = marginals(compact)
+    sharp, smooth = fit_exponential_heads(compact, *targets, band=32)
+    assert (sharp.pattern.kind, sharp.extra_kl, smooth.pattern.kind) == ("compact", 0.0, "exponential")
+    torch.testing.assert_close(sharp.pattern.dense(), compact[0].dense())
+
+
 def test_wrong_settings_are_refused():
     ones = torch.ones(5)
     for options in ({"band": 0}, {"pairs": 1}):
