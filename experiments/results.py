@@ -47,7 +47,7 @@ PAGES = {
         "the paper's regime; estimates value them at its 0.14%. Near convergence such estimates were 0.8 to 0.9 points "
         "below what was then measured.",
         recipes={
-            "converged": ("answer",),
+            **dict.fromkeys(("converged", "converged-staged"), ("answer",)),
             **dict.fromkeys(("converged-1e-3", "converged-3e-3"), ("answer",)),
             "converged-56M": ("peak_rate",),
             **dict.fromkeys(("small-75M", "small-75M-high-rates", "small-75M-own-clock"), ("matched_time",)),
@@ -122,6 +122,8 @@ PAGES = {
 }
 SERIES = {
     "converged": "The question itself, near convergence: read this first.",
+    "converged-staged": "Models that train at 4K for 40% of their updates, then at 16K; on the text that "
+    "docs/experiments.md prepares, whose held-out part is another than that of `converged`: compare changes alone.",
     "converged-1e-3": "Ordinary attention of `converged` at half its peak rate.",
     "converged-3e-3": "Ordinary attention of `converged` at one and a half times its peak rate.",
     "small-75M": "The first series of this recipe to read: three seeds, updates by the speed of 124M.",
