@@ -61,7 +61,8 @@ class ExponentialFit:
 
     pattern: CompactPattern | ExponentialPattern  # the compact fit where no exponential one was accepted
     extra_kl: float
-    """Nats per row further from the target than the compact fit; of the best attempt if none was accepted."""
+    """Nats per row further from the target than the compact fit; of the best attempt if none was accepted, and 0 for a
+    head that is too sharp for one."""
     cancellation: float  # mean of (sum of the poles' envelopes) / g beyond the band, weighted by attention mass
     poles: int  # 0 for a compact pattern
     free_keys: int  # number of keys with a logit of their own
@@ -76,7 +77,8 @@ def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs:
 
     The first `band` distances have free weights, and `pairs` poles, two of them without frequency, give the others.
     Every key has a logit of its own. Unlike `fit_exponential_heads`, this accepts every fit;
-    `saf.fit_kl(pattern.to_compact(), ...)` measures it. Raises InputError for marginals that no causal pattern has.
+    `saf.fit_kl(pattern.to_compact(), ...)` measures it. Raises InputError for marginals that no causal pattern has, and
+    for a head too sharp for an FFT.
     """
     if band < 1 or pairs < len(_DECAYS):
         raise InputError(f"band must be at least 1 and pairs at least {len(_DECAYS)}, got {band} and {pairs}")
@@ -105,7 +107,8 @@ def fit_exponential_heads(
 ) -> list[ExponentialFit]:
     """Return an accepted pattern for each of the compact fits `[N, T]` of these marginals `[N, T]`.
 
-    A head gets 16 poles if they stay within `max_extra_kl` and `max_cancellation`, else 32, else keeps its compact fit.
+    A head gets 16 poles if they stay within `max_extra_kl` and `max_cancellation`, else 32, else keeps its compact fit,
+    as does a head too sharp for an FFT.
     The short form of alpha is taken if it costs at most `max_short_kl` nats more and stays within both limits; with
     None it is not tried, and every key has its own logit.
     """
@@ -152,7 +155,7 @@ def _fit(
 def _fit_group(
     compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, band: int, num_poles: int, short: bool
 ) -> list[_Forms]:
-    """Fit some heads at once: steps 1 to 4. A head whose row sums are lost to an FFT's rounding stays compact."""
+    """Fit some heads at once: steps 1 to 4. A head whose row sums an FFT loses by rounding keeps its compact fit."""
     length = compact.length
     if length <= band:  # no distance is left for poles
         none = compact.rho[:, :0]
@@ -192,8 +195,8 @@ def _row_and_marginal_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     """
     length, factors = logits.shape[-1], logits.exp()
     spectra = torch.fft.rfft(factors, 2 * length)
-    # A tiny row may come out as zero or below, by rounding. It is no less than its last term, exp(alpha_i + rho_0):
-    # without that bound its logarithm could make the loss as low as one likes.
+    # By rounding, a tiny row may come out as zero or below. It is at least its last term, exp(alpha_i + rho_0): without
+    # this bound, a fit could lower its loss without limit by such a row's logarithm.
     last = (factors[0] * factors[1, :, :1]).clamp(min=1e-300)
     rows = torch.maximum(torch.fft.irfft(spectra[0] * spectra[1], 2 * length)[..., :length], last)
     correlations = torch.fft.irfft(spectra.conj() * torch.fft.rfft(1 / rows, 2 * length), 2 * length)[..., :length]

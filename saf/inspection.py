@@ -94,13 +94,14 @@ def _step(folder: Path) -> dict[str, Any]:
 def _saved(path: Path) -> dict[str, Any]:
     """Check the files of saf.save, sums and patterns; `undoable` counts the heads with removed rows."""
     config = _config_of(path)
-    # With ordinary weights of transformers too: heads in their base model's folder, or some that a model left behind.
-    theirs = config.get("architectures") if "model_type" in config and "saf" not in config else None
+    # A folder of transformers whose config.json has no entry `saf` holds ordinary weights: the heads beside them were
+    # saved there apart from a model, or left behind by an earlier one.
+    architectures = config.get("architectures") if "model_type" in config and "saf" not in config else None
     state, tensors = read_description(path)
     sums = state.get("sha256", {})
     return {
         "kind": "saved",
-        "base_model": theirs[0] if theirs and weight_files(path) else None,
+        "base_model": architectures[0] if architectures and weight_files(path) else None,
         "verified": TENSORS_FILE in sums,
         "sha256": sums,
         "undoable": sum(".removed.query.weight" in name for name in tensors),

@@ -6,10 +6,12 @@ from statistics import fmean, median, stdev
 import pytest
 import torch
 
-from benchmarks import accuracy, compiling, finetuning, freezing
+import saf
+from benchmarks import accuracy, attention, compiling, finetuning, freezing
 from saf.bench.protocol import Point
 from saf.data.tokenizer import train_bpe
 from saf.machine import Execution
+from saf.models import GPT
 from saf.records.files import read_json
 from saf.report.benchmarks import tables
 from saf.tasks import TASKS, FinetuneSettings
@@ -36,6 +38,14 @@ def test_freezing_is_timed_stage_by_stage(tmp_path):
         assert row["seconds"] == median(row["spread"]["all"])
         for number, whole in enumerate(row["spread"]["all"]):
             assert sum(stage["all"][number] for stage in row["stages"].values()) == pytest.approx(whole)
+
+
+def test_attention_layers_run_on_the_inputs_of_the_first():
+    model = GPT(saf.preset("tiny", vocab_size=40, max_length=32)).eval()
+    layers = attention.AttentionLayers(model, torch.randint(40, (2, 16)))
+    with torch.no_grad():
+        last = model.attention_layers()[-1](*layers.inputs[0], **layers.inputs[1])
+        assert torch.equal(layers(), last)
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The `saf` command itself: help, exit codes, errors as one message, warnings as one line, doctor."""
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,8 @@ from pathlib import Path
 from saf.cli import COMMANDS
 from saf.cli.doctor import OPTIONAL, verdict
 from saf.hf.families import FAMILIES
+from saf.scores import SCORES
+from saf.targets import TARGETS
 
 
 def test_every_command_has_help(saf):
@@ -17,6 +20,9 @@ def test_every_command_has_help(saf):
     for name in (*COMMANDS, "bench update"):
         code, out, _ = saf(*name.split(), "--help")
         assert (code, f"usage: saf {name}" in out) == (0, True)
+    few, every = (saf("freeze", flag)[1] for flag in ("--help", "--help-all"))
+    assert ("--help-all" in few, len(few) <= 0.7 * len(every)) == (True, True)
+    assert {*SCORES, *TARGETS} <= {*re.findall(r"\w+", every)}
     assert all(saf("bench", *words)[:2] == saf("bench", "--help")[:2] for words in ([], ["--help-all"]))
 
 

@@ -7,12 +7,13 @@ from pathlib import Path
 import pytest
 import torch
 
-from saf.errors import InputError
+from saf.errors import CheckpointError, InputError
 from saf.records.files import write_json
 from saf.records.run import (
     Kind,
     RecordedRun,
     append_event,
+    expect,
     heads_edited_by,
     heads_of_record,
     inherit_events,
@@ -48,6 +49,19 @@ def test_a_folder_is_known_by_its_files(tmp_path):
     heads = written(tmp_path / "with-checkpoints-of-a-trainer", "saf.json", sha256={})
     (heads / "checkpoints").mkdir()
     assert kind_of(heads) is Kind.HEADS
+
+
+def test_a_wrong_path_is_named_with_what_is_there(tmp_path):
+    data, step = written(tmp_path / "data", *FILES[Kind.DATA]), written(tmp_path / "step-2")
+    for path, actual in (
+        (data, "is a folder written by `saf data prepare`"),
+        (step, "holds nothing that saf writes"),
+        (Path(__file__), "is a file"),
+        (data / "step-1", "does not exist"),
+        (tmp_path / "step-1", r"does not exist \(there are step-2\)"),
+    ):
+        with pytest.raises(CheckpointError, match=rf"{path} {actual}; expected a checkpoint \(step-N\) or a run$"):
+            expect(path, Kind.CHECKPOINT, Kind.RUN, error=CheckpointError)
 
 
 def test_a_committed_run_is_read(tmp_path):

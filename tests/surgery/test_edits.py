@@ -1,11 +1,17 @@
 """What edits do to gradients, in inference mode, to averaged weights, and when they fail half way."""
 
+import copy
+
+import pytest
 import torch
 from torch.optim.swa_utils import AveragedModel
 
 import saf
+from saf.errors import CheckpointError
+from saf.frozen_state import description_of, restore_
 from saf.heads import HeadSet
 from saf.models import GPT
+from saf.models.adapter import adapter_for
 from saf.surgery import install_, uninstall_
 from tests.surgery.test_install import SOME
 from tests.surgery.trained_model import LENGTH, SHAPE, make, patterns, update
@@ -57,3 +63,15 @@ def test_averaged_weights_have_the_heads_of_the_model_and_are_saved_with_them(tm
     torch.testing.assert_close(averaged.module.blocks[1].attention.v_proj.weight.detach(), sum(weights) / 2)
     saf.save(averaged.module.float(), tmp_path)
     assert torch.equal(saf.load(tmp_path)(TOKENS[:, :-1]), averaged(TOKENS[:, :-1]))
+
+
+@pytest.mark.parametrize("compare", [True, False])
+def test_a_model_stays_as_it_was_where_a_pattern_is_missing(compare):
+    model, other = make()[0], make()[0]
+    install_(model, HeadSet([(0, 1), (1, 2)]), patterns(2))
+    state, tensors = description_of(adapter_for(model))
+    before = copy.deepcopy(other.state_dict())
+    del tensors["1.2.rho"]
+    with pytest.raises(CheckpointError, match="layer 1 head 2 must have a whole pattern"):
+        restore_(other, state, tensors, compare=compare)
+    assert all(map(torch.equal, other.state_dict().values(), before.values()))
