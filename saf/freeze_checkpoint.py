@@ -37,10 +37,8 @@ CPU_TOKENS = 8192
 class CheckpointFreezing:
     """Say which checkpoint's heads are frozen, how, on what text, and where the new checkpoint goes."""
 
-    checkpoint: Path
-    """Checkpoint (step-N), run (its newest checkpoint), or Hugging Face model (its folder, or its name on the hub)."""
+    checkpoint: Path  # these two are described where the command makes them positional, and its own flags
     config: FreezeConfig
-    """These settings say how heads are frozen."""
     out: Path
     """Write the new checkpoint or model into this folder."""
     data: Path | None = None

@@ -4,6 +4,7 @@ Each module `saf.cli.VERB` has `parse_words(words)`, which returns its `Command`
 """
 
 import importlib
+import io
 import logging
 import os
 import re
@@ -60,6 +61,7 @@ EXTRAS = {
     **dict.fromkeys(("transformers", "accelerate"), "hf"),
     **dict.fromkeys(("datasets", "pyarrow"), "data"),
     "lm_eval": "eval",
+    "triton": "triton",
 }
 """The extra of this package (pyproject.toml) that installs each package that commands need."""
 RESUME = ". Checkpoints stay: go on with the same command and --resume"
@@ -76,24 +78,15 @@ def main(words: Sequence[str] | None = None) -> int:
     for logger in NOISY:
         logging.getLogger(logger).setLevel(logging.ERROR)
     advice = RESUME if name in ("pretrain", "finetune") else ""
-    module, code = None, 0
     try:
-        if name not in COMMANDS:
-            code = _without_command(name)
-        else:
-            with _plain_warnings(name), _missing_extras():
-                # Only here: PyTorch takes seconds to load, and `saf --help` answers in a fifth of one.
-                module = importlib.import_module(f"saf.cli.{name}")
-                try:
-                    _parse(module, rest).run()
-                except SystemExit as stop:  # after the help, for refused words, or where a signal stopped a run
-                    code = int(stop.code or 0)
+        with _plain_warnings(name):
+            code = _run(name, rest) if name in COMMANDS else _without_command(name)
         sys.stdout.flush()  # a pipe that was closed is noticed here rather than at Python's exit
         return code
     except SafError as error:
         if not _prints(error):  # the first process prints and ends, and torchrun then ends this one in its sleep
             time.sleep(LATER_SECONDS)
-        print(f"saf {name}: {_settings_as_flags(str(error), module) if module else error}", file=sys.stderr)
+        print(f"saf {name}: {_settings_as_flags(str(error), name)}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
     except KeyboardInterrupt:
@@ -126,11 +119,29 @@ def _without_command(word: str) -> int:
     return 0 if word else EXIT_ERROR
 
 
-def _settings_as_flags(text: str, module: Any) -> str:
+def _run(name: str, words: Sequence[str]) -> int:
+    """Run a command and return its exit code; raise UnsupportedError with the extra that installs a missing package."""
+    try:
+        # Only here: PyTorch takes seconds to load, and `saf --help` answers in a fifth of one.
+        _parse(importlib.import_module(f"saf.cli.{name}"), words).run()
+    except SystemExit as stop:  # after the help, for refused words, or where a signal stopped a run
+        return int(stop.code or 0)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        message = f"this needs the package {package}, which is not installed: pip install 'saf[{EXTRAS[package]}]'"
+        raise UnsupportedError(message) from error
+    return 0
+
+
+def _settings_as_flags(text: str, name: str) -> str:
     """Write the settings in an error as the command's flags, `batch_size` as `--batch-size`.
 
     Settings of one word stay: `length` may be an ordinary word.
     """
+    if (module := sys.modules.get(f"saf.cli.{name}")) is None:  # its import failed
+        return text
     names = {each.name for each in fields(module.Command)}
 
     def flag_of(match: re.Match[str]) -> str:
@@ -142,15 +153,17 @@ def _settings_as_flags(text: str, module: Any) -> str:
 
 def _parse(module: Any, words: Sequence[str]) -> Any:
     """Return the command of these words; of several processes that refuse them, the first one says why."""
-    if _is_later_process():  # tyro prints its refusals itself, so a later process parses without output first
-        try:
-            with open(os.devnull, "w") as nothing, redirect_stdout(nothing), redirect_stderr(nothing):
-                return module.parse_words(words)
-        except SystemExit as stop:
-            if not stop.code:
-                raise
-        time.sleep(LATER_SECONDS)
-    return module.parse_words(words)
+    if not _is_later_process():
+        return module.parse_words(words)
+    shown = io.StringIO()  # tyro prints the help and its refusals itself
+    try:
+        with redirect_stdout(shown), redirect_stderr(shown):
+            return module.parse_words(words)
+    except SystemExit as stop:
+        if stop.code:
+            time.sleep(LATER_SECONDS)
+            print(shown.getvalue(), file=sys.stderr)
+        raise
 
 
 def _prints(error: SafError) -> bool:
@@ -194,16 +207,3 @@ def _plain_warnings(name: str) -> Iterator[None]:
 
         warnings.showwarning = show
         yield
-
-
-@contextmanager
-def _missing_extras() -> Iterator[None]:
-    """Raise UnsupportedError with the extra that installs a missing package."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
-            raise
-        message = f"this needs the package {package}, which is not installed: pip install 'saf[{EXTRAS[package]}]'"
-        raise UnsupportedError(message) from error

@@ -3,10 +3,8 @@
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from inspect import cleandoc
 from pathlib import Path
-from textwrap import fill
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 import tyro
 
@@ -16,32 +14,30 @@ from saf import bench
 from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.distributed import is_rank0, process_group
-from saf.errors import UnsupportedError, check_name
+from saf.errors import UnsupportedError
 from saf.report.benchmarks import tables
 
-USAGE = """usage: saf bench NAME [FOLDER] [OPTIONS]
-
-Time a frozen model against an ordinary one in pairs, on this device: a preset
-with random weights, or the model of FOLDER.
-
-{benchmarks}
-
-`saf bench NAME --help` shows the settings."""
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
 VERSIONS = ("torch", "triton", "cuda", "cudnn", "driver")
-FIRST = (
-    "model", "points", "rates", "backends", "kernels", "pairs", "device", "graphs",
-    "memory", "seconds", "pruned", "tolerance",
-)  # fmt: skip
-"""The settings that `--help` shows, without those of whole models for op."""
+_OF_ALL = ("model", "points", "rates", "backends", "kernels", "pairs", "device", "graphs", "seconds", "tolerance")
+FIRST = dict.fromkeys(get_args(bench.Benchmark), (*_OF_ALL, "memory", "pruned")) | {bench.Op: _OF_ALL}
+"""The settings that `--help` shows."""
 
 
 @dataclass(kw_only=True)
 class Command:
-    """One benchmark of `saf.bench`, its settings as flags."""
+    """Time a frozen model against an ordinary one in pairs, on this device.
 
-    settings: Annotated[bench.Speed, tyro.conf.OmitArgPrefixes]
-    """These settings say what is timed, and how."""
+    A preset with random weights, or the model of a folder:
+
+      $ saf bench update
+      $ saf bench decode FOLDER
+
+    `saf bench NAME --help` shows the settings.
+    """
+
+    settings: Annotated[bench.Benchmark, tyro.conf.OmitArgPrefixes, tyro.conf.OmitSubcommandPrefixes]
+    """One of these benchmarks is measured."""
     folder: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="[FOLDER]")] = None
     """Time this folder's model with its own frozen heads, in place of --model; op times presets alone."""
     out: Path | None = None
@@ -73,16 +69,5 @@ class Command:
 
 def parse_words(words: Sequence[str]) -> Command:
     """Parse the benchmark's command; without its name the help lists the benchmarks."""
-    name, *rest = words or ["--help"]
-    if (kind := bench.KINDS.get(name)) is not None:
-        default = Command(settings=kind())  # tyro then has the settings of this benchmark, not of the base class
-        first = {kind: [each for each in FIRST if name != "op" or each not in ("memory", "pruned")]}
-        return parse(Command, rest, prog=f"saf bench {name}", default=default, first=first, doc=kind.__doc__)
-    if name not in ("-h", "--help", "--help-all"):
-        check_name("the benchmark", name, bench.KINDS)
-    lines = []
-    for name, kind in bench.KINDS.items():
-        summary = " ".join(cleandoc(str(kind.__doc__)).partition("\n\n")[0].split())
-        lines.append(fill(f"• {name:<9}{summary}", 80, initial_indent="  ", subsequent_indent=" " * 13))
-    print(USAGE.format(benchmarks="\n".join(lines)))
-    raise SystemExit
+    first = FIRST if set(words) & set(bench.KINDS) else None
+    return parse(Command, words or ["--help"], prog="saf bench", first=first, choices=bench.KINDS)

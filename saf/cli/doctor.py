@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from saf.cli import EXTRAS
 from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.ops import choose_backend, explain
@@ -19,13 +20,13 @@ from saf.records.table import Table, byte_size
 
 REQUIRED = ("torch", "numpy", "safetensors", "scipy", "tokenizers", "tyro", "rich", "tensorboard")
 OPTIONAL = {
-    "triton": ("the CUDA kernels", "triton"),
-    "transformers": ("Hugging Face models", "hf"),
-    "accelerate": ("the Trainer of transformers", "hf"),
-    "datasets": ("Hugging Face datasets, Parquet and .zst as text sources", "data"),
-    "lm_eval": ("zero-shot tasks", "eval"),
+    "triton": "the CUDA kernels",
+    "transformers": "Hugging Face models",
+    "accelerate": "the Trainer of transformers",
+    "datasets": "Hugging Face datasets, Parquet and .zst as text sources",
+    "lm_eval": "zero-shot tasks",
 }
-"""The use of each optional package, and the extra that installs it."""
+"""The use of each optional package."""
 
 
 @dataclass(kw_only=True)
@@ -91,8 +92,8 @@ def verdict(result: dict[str, Any]) -> dict[str, str]:
     not_installed = [name for name, version in result["optional"].items() if version is None]
     if not cuda and "triton" in not_installed:
         not_installed.remove("triton")  # useless without a GPU
-    missing = [OPTIONAL[name][0] for name in not_installed]
-    extras = sorted({OPTIONAL[name][1] for name in not_installed})
+    missing = [OPTIONAL[name] for name in not_installed]
+    extras = sorted({EXTRAS[name] for name in not_installed})
     steps = [f"pip install 'saf[{','.join(extras)}]'"] if extras else []
     if not cuda:
         missing.insert(0, "the CUDA kernels (torch sees no GPU, and a CPU saves hardly any time)")
@@ -110,7 +111,7 @@ def verdict(result: dict[str, Any]) -> dict[str, str]:
 def _tables(result: dict[str, Any]) -> Iterator[Table]:
     versions = {name: version or "missing" for name, version in result["packages"].items()}
     yield Table.facts("installed", {"python": result["python"], **versions, "C++ compiler": result["compiler"]})
-    optional = [[name, result["optional"][name] or "missing", purpose] for name, (purpose, _) in OPTIONAL.items()]
+    optional = [[name, result["optional"][name] or "missing", purpose] for name, purpose in OPTIONAL.items()]
     yield Table.of("optional", ["package", "version", "for"], optional)
     for device in result["devices"]:
         memory = byte_size(device["memory_bytes"]) if "memory_bytes" in device else None

@@ -12,7 +12,7 @@ from saf.cli.parsing import parse
 from saf.data import TextData
 from saf.distributed import all_ranks_or_raise, is_rank0, on_rank0, process_group
 from saf.errors import InputError
-from saf.machine import device_name, pick_device
+from saf.machine import Device, Precision, device_name, pick_device
 from saf.opening import OpenedModel, open_model
 from saf.records.table import Table
 from saf.tasks.base import model_facts, precision_in_use
@@ -61,9 +61,9 @@ class Command:
     """Run this number of windows, or of equally long answers, in a forward pass."""
     limit: int | None = None
     """Stop after this many windows."""
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Device = "auto"
     """Compute on this device; auto is CUDA if there is one."""
-    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    precision: Precision = "auto"
     """Compute in this precision; auto is bf16 autocast on CUDA and fp32 on CPU. Weights in 16 bits run in their own
     dtype, and fp32 opens them in float32."""
     json: bool = False
@@ -85,12 +85,12 @@ class Command:
             record, tables, answers = {}, [], None
             if opened.data is None:
                 self._refuse("bos", "partition", "limit", without="--data")
-            with ProgressBars(quiet=not is_rank0()) as progress:
+            with ProgressBars(quiet=not is_rank0()) as bars:
                 # Tasks first: missing or too long questions raise an error before minutes of perplexity.
                 if self.tasks:
-                    answers = self._zero_shot(opened, progress)
+                    answers = self._zero_shot(opened, bars)
                 if opened.data is not None:
-                    record = self._perplexity(opened, progress)
+                    record = self._perplexity(opened, bars)
                     tables.append(self._table(opened, record))
             if answers is not None:
                 record["zero_shot"] = answers
@@ -116,7 +116,7 @@ class Command:
         if others:
             raise InputError(f"{self.out} holds {others[0]}, which `saf evaluate` did not write; name a new folder")
 
-    def _perplexity(self, opened: OpenedModel, progress: ProgressBars) -> dict[str, Any]:
+    def _perplexity(self, opened: OpenedModel, bars: ProgressBars) -> dict[str, Any]:
         assert opened.data is not None
         if isinstance(opened.data, TextData) and self.partition != "report":
             raise InputError(f"{self.data} is text, all of which is read; leave --partition out")
@@ -131,7 +131,7 @@ class Command:
             bos=opened.encoder().require_bos(opened.folder) if self.bos else None,
             out=self.out,
             checkpoints=opened.checkpoints,
-            progress=partial(progress, "evaluating", "windows"),
+            progress=bars("evaluating", "windows"),
         )
 
     def _table(self, opened: OpenedModel, record: dict[str, Any]) -> Table:
@@ -152,14 +152,14 @@ class Command:
         }
         return Table.facts(str(opened.folder), rows)
 
-    def _zero_shot(self, opened: OpenedModel, progress: ProgressBars) -> dict[str, Any]:
+    def _zero_shot(self, opened: OpenedModel, bars: ProgressBars) -> dict[str, Any]:
         from saf.hf.lm_eval import ask
 
         if self.length is not None and self.length > opened.longest:
             raise InputError(f"--length {self.length:,} is more than the model takes, {opened.longest:,}; leave it out")
 
         def show_task(name: str, done: int, total: int) -> None:
-            progress(f"answering {name}", "requests", done, total)
+            bars(f"answering {name}", "requests")(done, total)
 
         answers = ask(opened, self, longest=self.length, progress=show_task)
         settings = {name: getattr(self, name) for name in ("tasks", "questions", "too_long", "batch_size")}
@@ -169,5 +169,4 @@ class Command:
         return on_rank0(lambda: zero_shot_record(answers, settings, facts=facts, out=self.out, **header))
 
 
-# called by saf.cli.main
 parse_words = partial(parse, Command, prog="saf evaluate")

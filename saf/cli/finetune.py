@@ -2,14 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
 from saf.checkpoint import refers_to_checkpoint
-from saf.cli.parsing import parse
+from saf.cli.parsing import HELP, parse
 from saf.cli.pretrain import HELP_FLAGS_OF_FREEZING, EarlyFlags, TrainFlags, changes_of
 from saf.data.reading import JSON_LINES, bare_suffix
 from saf.errors import InputError
@@ -77,11 +76,12 @@ def parse_words(words: Sequence[str]) -> Command:
         CheckpointError: The parent is no whole checkpoint.
         InputError: A setting that cannot be used, or no parent, task or test file.
     """
-    words = _with_data_of_task(words)
     # The parent's settings are the defaults of these flags, so it is opened before all flags are parsed.
     early = EarlyFlags.of(words)
+    if early.task and _is_file(early.task):
+        early.task = "jsonl"
     if early.out is None or not (early.parent or early.resume):
-        if {"-h", "--help", "--help-all"} & set(words):
+        if HELP & set(words):
             shown = [name for name in FIRST[Command] if name not in _OF_TASK]
             return parse(Command, words, prog="saf finetune", first={**FIRST, Command: shown})
         raise InputError("finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out")
@@ -89,6 +89,8 @@ def parse_words(words: Sequence[str]) -> Command:
     config, examples = _built(TrainConfig, base), _built(FinetuneSettings, base)
     default = replace(Command.of(config), examples=examples)
     flags = parse(Command, words, prog="saf finetune", default=default, first=FIRST)
+    if _is_file(flags.task):
+        flags.task, flags.data = "jsonl", flags.task
     changes = changes_of(flags, default) | {"parent": base["parent"]}
     if config.task == MQARTask.name:
         if flags.examples != examples:
@@ -113,15 +115,9 @@ def _built(kind: type[Any], values: dict[str, Any]) -> Any:
     return kind(**{each.name: values[each.name] for each in fields(kind) if each.name in values})
 
 
-def _with_data_of_task(words: Sequence[str]) -> list[str]:
-    """Return the words with `--task FILE.jsonl` written as `--task jsonl --data FILE.jsonl`."""
-    split: list[str] = []
-    for word in words:
-        split += word.split("=", 1) if word.startswith("--task=") else [word]
-    for at, (flag, value) in enumerate(pairwise(split)):
-        if flag == "--task" and bare_suffix(Path(value)) in (*JSON_LINES, ".json"):
-            return [*split[:at], "--task", "jsonl", "--data", *split[at + 1 :]]
-    return split
+def _is_file(task: str) -> bool:
+    """Return whether --task names a file of training examples: task jsonl with this file as --data."""
+    return bare_suffix(Path(task)) in (*JSON_LINES, ".json")
 
 
 def _base_settings(early: EarlyFlags, out: Path) -> dict[str, Any]:

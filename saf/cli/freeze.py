@@ -57,9 +57,8 @@ class Command(CheckpointFreezing):
             open_source, kind = open_folder_source, "model"
         if self.length is not None:  # whoever names a length knows that it is shorter than the model's longest input
             warnings.filterwarnings("ignore", category=LengthWarning)
-        with ProgressBars(next_steps=NEXT_STEPS) as progress:
-            new_progress = lambda verb, items: partial(progress, verb, items)  # noqa: E731
-            report, written, parent = freeze_saved(self, open_source, say=print_progress, new_progress=new_progress)
+        with ProgressBars(next_steps=NEXT_STEPS) as bars:
+            report, written, parent = freeze_saved(self, open_source, say=print_progress, new_progress=bars)
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
         length = report.statistics.length
         limit = f", for inputs of up to {length:,} tokens" if self.config.operation == "freeze" else ""

@@ -3,8 +3,9 @@
 import json
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 from rich.console import Console
@@ -38,8 +39,8 @@ def print_progress(text: str) -> None:
 class ProgressBars(AbstractContextManager):
     """Show on standard error how far work is and the time left: bars on a terminal, else a line now and then.
 
-    Call it as `progress("calibrating", "layers", done, total)`: a verb for the part of the work, which has a bar of its
-    own, the items that are counted, how many are done, and how many there are.
+    `bars("calibrating", "layers")` returns the progress of one part of the work, which has a bar of its own from its
+    first call on: a function of how many items are done, and how many there are.
     """
 
     def __init__(self, *, quiet: bool = False, next_steps: Mapping[str, str] | None = None):
@@ -58,7 +59,10 @@ class ProgressBars(AbstractContextManager):
     def __exit__(self, *_: object) -> None:
         self._bars.stop()
 
-    def __call__(self, verb: str, items: str, done: int, total: int) -> None:
+    def __call__(self, verb: str, items: str) -> Callable[[int, int], None]:
+        return partial(self._update, verb, items)
+
+    def _update(self, verb: str, items: str, done: int, total: int) -> None:
         if verb not in self._tasks:
             self._tasks[verb] = self._bars.add_task(verb, total=total, items=items)
             self._bars.start()

@@ -6,7 +6,7 @@ names, and `--help-all` every one.
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from functools import partial
 from inspect import cleandoc
@@ -34,6 +34,7 @@ from saf.scores import Score
 
 First = Mapping[Any, Sequence[str]]
 """The fields of each dataclass that `--help` shows; `--help-all` shows every one, as of a class that is not named."""
+HELP = {"-h", "--help", "--help-all"}
 RULES = ConstructorRegistry()
 
 
@@ -44,21 +45,20 @@ def parse(
     prog: str,
     default: Any = None,
     first: First | None = None,
-    doc: str | None = None,
+    choices: Collection[str] = (),
 ) -> Any:
-    """Parse the command of `words`; settings left out take the values of `default`.
+    """Parse the command of `words`, in which `choices` name subcommands; settings left out have those of `default`.
 
-    A share may be written in percent: `--budget 1%`. Ends the process after the help, with exit code 0, and for bad
-    arguments, with 2.
+    Ends the process after the help, with exit code 0, and for bad arguments, with 2.
     """
     # Cascade: flags of the run may stand behind `schedule:NAME`, too.
     options: dict[str, Any] = {"prog": prog, "registry": RULES, "config": (tyro.conf.CascadeSubcommandArgs,)}
     if default is not None:
         options["default"] = default
-    if not {"-h", "--help", "--help-all"} & set(words):
-        return tyro.cli(command, args=list(map(_without_percent, words)), **options)
+    if not HELP & set(words):
+        return tyro.cli(command, args=words, **options)
     shown = {} if "--help-all" in words or first is None else first
-    text = cleandoc(doc or command.__doc__ or "")
+    text = cleandoc(command.__doc__ or "")
     if shown:
         text += "\n\nMore settings: --help-all."
     # Printed here, with an empty description for tyro, which would fill the lines of the commands, too.
@@ -67,7 +67,8 @@ def parse(
     options["config"] += (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)  # help alone: --no-x is still a flag
     rules = ConstructorRegistry()
     rules.struct_rule(partial(_help_rule, shown))
-    chosen = [word for word in words if re.fullmatch(r"[a-z-]+:[a-z-]+", word)]  # such as schedule:gradual
+    # The help of a choice, such as schedule:gradual; other words may be wrong, or flags that a short help lacks.
+    chosen = [word for word in words if word in choices or re.fullmatch(r"[a-z-]+:[a-z-]+", word)]
     with rules:
         return tyro.cli(command, args=[*chosen, "--help"], **options)
 
@@ -109,17 +110,13 @@ def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | No
     return StructConstructorSpec(kind, tuple(members))
 
 
-def _without_percent(word: str) -> str:
-    """Write a number in percent as a share, alone or after a flag's equals sign.
-
-    >>> _without_percent("1%"), _without_percent("--budget=2.5%"), _without_percent("text 1%")
-    ('0.01', '--budget=0.025', 'text 1%')
-    """
-    match = re.fullmatch(r"(--[\w.-]+=|)(\d+\.?\d*|\.\d+)%", word)
-    return word if match is None else f"{match[1]}{float(match[2]) / 100}"
-
-
 # --- types
+
+
+def _read_number(words: Sequence[str]) -> float:
+    """Read a number, or a share in percent: 0.01 or 1%."""
+    (word,) = words
+    return float(word[:-1]) / 100 if word.endswith("%") else float(word)
 
 
 def read_heads(words: Sequence[str]) -> tuple[Head, ...]:
@@ -170,6 +167,13 @@ def _write_options(values: Mapping[str, Any]) -> list[str]:
 
 
 SPECS: dict[Any, PrimitiveConstructorSpec[Any]] = {
+    float: PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="FLOAT",
+        instance_from_str=_read_number,
+        is_instance=lambda value: isinstance(value, int | float),
+        str_from_instance=lambda value: [str(value)],
+    ),
     tuple[Head, ...]: PrimitiveConstructorSpec(
         nargs="*",
         metavar="LAYER:HEAD|FILE",
@@ -192,7 +196,7 @@ SPECS: dict[Any, PrimitiveConstructorSpec[Any]] = {
         str_from_instance=lambda name: [name],
     ),
 }
-"""How types that tyro does not know are read and shown."""
+"""How types are read and shown that tyro does not know, or reads otherwise."""
 
 
 @RULES.primitive_rule

@@ -1,15 +1,15 @@
 """`saf pretrain`: train one arm, ordinary, frozen or pruned. `saf finetune` shares its flags and its result table."""
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Self
 
 import tyro
 
 from saf.checkpoint import Checkpoint, find_checkpoint, refers_to_checkpoint
-from saf.cli.output import show
+from saf.cli.output import print_progress, show
 from saf.cli.parsing import parse
 from saf.compare import arms_table, unlearnt_reason
 from saf.distributed import is_rank0, process_group
@@ -72,7 +72,7 @@ class TrainFlags(TrainConfig):
             stopped = "stopped_at" in result
             if is_rank0() and stopped:
                 where = f"stopped after update {result['stopped_at']}; checkpoint {result['checkpoint']}"
-                print(f"{where}. Go on with the same command and --resume", file=sys.stderr)
+                print_progress(f"{where}. Go on with the same command and --resume")
             elif is_rank0():
                 run = RecordedRun.open(self.config.out)
                 show(result, result_table(run), *recall_tables(result), as_json=self.json)
@@ -109,29 +109,24 @@ def parse_words(words: Sequence[str]) -> Command:
     """
     # The settings of the parent, or of the run to resume, are the defaults of the flags: they are read first.
     early = EarlyFlags.of(words)
-    base = None
+    build: Callable[..., TrainConfig] = TrainConfig
+    default = Command(data=tyro.MISSING, out=tyro.MISSING)
     if early.resumed and early.out is not None:
         base = recorded_config(early.out)  # and so the seed, the data and all else: resuming is exact
+        default, build = Command.of(base), partial(replace, base)
     elif early.parent and early.out:
-        base = continue_from(early.checkpoint(), out=early.out)
+        # Not `replace`: `continue_from` lets --freeze.rate without a schedule freeze right at the parent.
+        build = partial(continue_from, early.checkpoint(), out=early.out)
+        default = Command.of(build())
     elif early.resume and not early.data:
         raise InputError(f"{early.out} holds no run to resume; check --out, or start a new run with --data")
-    default = None if base is None else Command.of(base)
     first = {Command: HELP_FLAGS, **HELP_FLAGS_OF_FREEZING}
     flags = parse(Command, words, prog="saf pretrain", default=default, first=first)
-    changes = changes_of(flags, default or TrainFlags(data="", out=""))
-    if base is None:
-        # Only the changes: `flags` has `NOTHING_FROZEN` where the config of an ordinary arm has None.
-        flags.config = TrainConfig(**{**changes, "data": flags.data, "out": flags.out})
-        return flags
-    if early.resumed:
-        if "parent" in changes and base.parent and refers_to_checkpoint(flags.parent, base.parent):
-            del changes["parent"]  # the run's own parent by another path; another one is refused when the run starts
-        flags.config = replace(base, **changes)
-    else:
-        changes.pop("parent", None)  # `base` has it, as the path of the checkpoint that was opened
-        # Not `replace(base, ...)`: `continue_from` lets --freeze.rate without a schedule freeze right at the parent.
-        flags.config = continue_from(early.checkpoint(), **{"out": flags.out, **changes})
+    changes = changes_of(flags, default)
+    if "parent" in changes and default.parent and refers_to_checkpoint(flags.parent, default.parent):
+        del changes["parent"]  # the same one by another path; a run that began at another one refuses it when it starts
+    # Only the changes: `flags` has `NOTHING_FROZEN` where the config of an ordinary arm has None.
+    flags.config = build(**changes)
     return flags
 
 

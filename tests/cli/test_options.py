@@ -1,6 +1,7 @@
 """Every setting of FreezeConfig on the command line of pretrain and freeze."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -35,7 +36,8 @@ def pretrain(*words: str) -> TrainConfig:
 
 def test_commands_take_them_all():
     assert freeze(*WORDS) == CONFIG
-    assert freeze("--storage", "dense", "--budget", "1%") == FreezeConfig(storage="dense", budget=0.01)
+    assert freeze("--storage", "dense", "--budget=1%") == FreezeConfig(storage="dense", budget=0.01)
+    assert parse(Command, ["model", "--out", "5%"], prog="saf freeze").out == Path("5%"), "a share only as a number"
     config = pretrain(*(word.replace("--", "--freeze.", 1) for word in WORDS), "--track-gradients")
     assert (config.freeze, config.track_gradients) == (CONFIG, True)
     assert pretrain("--freeze.rate", "0.25").freeze == FreezeConfig()
