@@ -113,8 +113,9 @@ def freeze_(
         choosing, reporting = _texts(adapter, sequences, heldout, config, training=optimizer is not None)
 
         # Line 4: measure attention and its variance, Eq. (1), in evaluation mode, weights held fixed.
-        limits = {"capture_bytes": capture_bytes, "progress": progress}
-        statistics = calibrate(model, sequences, collect=config.collect, timer=timer, **limits)
+        statistics = calibrate(
+            model, sequences, collect=config.collect, timer=timer, capture_bytes=capture_bytes, progress=progress
+        )
 
         # Line 5: order the heads by increasing score.
         with timer("score"):

@@ -182,7 +182,8 @@ class Layer:
 
     def warm_up(self, pool: GraphPool) -> Ready:
         """Check the frozen heads in each launch mode, capture what is replayed, and choose the repeats of a block."""
-        modes, blocks, calls = self.settings.launch_modes()[::-1], {}, {}
+        modes = self.settings.launch_modes()[::-1]  # graphs first, the order of their rows in a record
+        blocks, calls = {}, {}
         for mode in modes if self.arm.backend not in (None, "free") else ():
             self.check(mode)
         for direction, mode in product(("forward", "both"), modes):
@@ -196,7 +197,7 @@ class Layer:
             call = GraphReplay(every, device=self.device, pool=pool) if mode == "graph" else every
             once = self.timed_block(call, 2, rest_ms=0.0) * self.buffers
             repeats = repeats_within(BLOCK_MS, once, self.settings.repeats)
-            calls[mode] = call  # in the end those of both directions
+            calls[mode] = call  # the last one stays, forward and backward
             blocks[f"{direction} {mode}"] = partial(self.timed_block, call, repeats)
         return Ready(blocks, partial(self.kernels, calls[modes[0]]), {})
 

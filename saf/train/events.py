@@ -71,7 +71,7 @@ class Training(Protocol):
 def apply_due_events_(training: Training, *, guard: list[Tensor] | None = None) -> None:
     """Apply the events that are due after the updates done; errors are those of `freeze_` and `uninstall_`.
 
-    With the sequences `guard` no training follows, and an event that costs too much on them is refused.
+    `guard` are held-out sequences, for events that no training follows: one that costs too much on them is refused.
     """
     proposer = training.proposer
     while event := proposer.propose(training.update):

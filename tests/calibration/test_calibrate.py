@@ -111,15 +111,17 @@ def test_calibration_leaves_no_trace_even_where_it_fails():
         return hashlib.sha256(repr((*(x.tolist() for x in numbers), modules, generators)).encode()).hexdigest()
 
     def fail(*_: object) -> None:
+        modes.update(module.training for module in network.modules())
         raise KeyError("in the middle of a forward pass")
 
-    before = state()
+    before, modes = state(), set()
     calibrate(network, [ids])
     assert state() == before
     handle = network.blocks[2].register_forward_pre_hook(fail)
     with pytest.raises(KeyError):
         calibrate(network, [ids])
     handle.remove()
+    assert modes == {False}
     assert state() == before
 
 

@@ -38,7 +38,7 @@ def test_several_arms_have_a_verdict_and_a_map_each_and_one_run_is_shown_for_its
     shape = Shape(rate=0.5)
     runs = [*write_pair(tmp_path), write_run(tmp_path / "half", shape, frozen=True, cost=0.03, speedup=1.3)]
     page = page_of(runs, tmp_path)
-    assert re.match(r"3 frozen of 12 attention heads: .*; 6 frozen: perplexity \+", headline(page))
+    assert re.match(r"3 frozen of 12 attention heads: .*; 6 frozen: perplexity \+.*, .* 1\.30× as fast", headline(page))
     assert page.count("<h2>Heads of ") == 2
     alone = page_of(runs[:1], tmp_path / "alone")
     assert re.match(r"held-out perplexity \d+\.\d+ after 60 updates", headline(alone))
