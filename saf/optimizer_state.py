@@ -231,5 +231,6 @@ def _group_without_decay(optimizer: Optimizer, source: dict[str, Any]) -> dict[s
 
 
 def _scheduled(optimizer: Optimizer) -> bool:
-    """Return whether a scheduler of PyTorch belongs to the optimiser: it marks the `step` that it wraps."""
-    return hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    """Return whether a scheduler of PyTorch belongs to the optimiser."""
+    # Its other mark, a wrapped `step`, is on accelerate's optimiser where the scheduler was made of that one.
+    return any("initial_lr" in group for group in optimizer.param_groups)

@@ -123,8 +123,10 @@ def parse_words(words: Sequence[str]) -> Command:
     first = {Command: HELP_FLAGS, **HELP_FLAGS_OF_FREEZING}
     flags = parse(Command, words, prog="saf pretrain", default=default, first=first)
     changes = changes_of(flags, default)
-    if "parent" in changes and default.parent and refers_to_checkpoint(flags.parent, default.parent):
-        del changes["parent"]  # the same one by another path; a run that began at another one refuses it when it starts
+    if flags.parent and default.parent and refers_to_checkpoint(flags.parent, default.parent):
+        changes.pop(
+            "parent", None
+        )  # the same one by another path; a run that began at another one refuses it when it starts
     # Only the changes: `flags` has `NOTHING_FROZEN` where the config of an ordinary arm has None.
     flags.config = build(**changes)
     return flags

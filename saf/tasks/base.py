@@ -63,13 +63,18 @@ class Task(ABC):
     settings: Any
     """The run's `saf.train.TrainConfig`, whose module imports this one."""
     length: int
-    """Tokens of a sequence that the model reads."""
+    """Tokens of a training sequence, or of the longest one."""
     vocab_size: int
     """Number of token ids of inputs and targets."""
     tokenizer_hash: str | None = None
     """SHA-256 of the tokenizer, where there is one."""
     fingerprint: str
     """SHA-256 of all data, for training and measuring."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence that the model reads, in training or for a report."""
+        return self.length
 
     @property
     def windows_per_update(self) -> int:

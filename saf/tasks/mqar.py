@@ -153,15 +153,18 @@ class MQARTask(Task):
         self.mqar: MQARSettings = settings.mqar
         self.length, self.vocab_size = self.mqar.length, self.mqar.vocabulary
         # Tokens and pairs of a sequence, as in `MQARSettings.tests`: in training, and where it fills the context.
-        self._trained, self._longest = (self.length, self.mqar.pairs), (length // 2 * 2, self.mqar.pairs)
-        longest = max((self.length, *self.mqar.test_lengths))
-        if longest > length:
-            has = f"mqar has sequences of {longest:,} tokens, the model's context is {length:,}"
+        self._trained, self._context = (self.length, self.mqar.pairs), (length // 2 * 2, self.mqar.pairs)
+        if self.longest > length:
+            has = f"mqar has sequences of {self.longest:,} tokens, the model's context is {length:,}"
             raise InputError(f"{has}; shorten mqar.length and mqar.test_lengths, or lengthen the run's sequences")
         # All that decides the examples, and the first one, in case their generator changes.
         text = json.dumps({"task": self.name, "seed": settings.seed, **asdict(self.mqar)}, sort_keys=True)
         first = self.batch(0, 1)[0].numpy().astype("<i8").tobytes()
         self.fingerprint = hashlib.sha256(text.encode() + first).hexdigest()
+
+    @property
+    def longest(self) -> int:
+        return max((self.length, *self.mqar.test_lengths))
 
     def batch(self, position: int, size: int) -> Tensor:
         numbers = range(position, position + size)
@@ -169,13 +172,13 @@ class MQARTask(Task):
 
     def calibration(self) -> list[Mapping[str, Tensor]]:
         """Sequences of the model's context, with `targets` at queries alone, by which gates on heads are measured."""
-        inputs, targets = self._fixed(Stream.CALIBRATION, self.settings.calibration_sequences, self._longest)
+        inputs, targets = self._fixed(Stream.CALIBRATION, self.settings.calibration_sequences, self._context)
         size = self.settings.batch_size
         batches = zip(inputs.split(size), targets.split(size), strict=True)
         return [{"input_ids": ids, "targets": answers} for ids, answers in batches]
 
     def heldout(self) -> list[Tensor]:
-        inputs, _ = self._fixed(Stream.HELDOUT, self.settings.heldout_sequences, self._longest)
+        inputs, _ = self._fixed(Stream.HELDOUT, self.settings.heldout_sequences, self._context)
         return list(inputs.split(self.settings.batch_size))
 
     def _controller_loss(self, model: GPT, execution: Execution, count: int) -> float:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from saf.calibration import COLLECTIONS, QKGradient, free_bytes
+from saf.calibration import COLLECTIONS, QKGradient, free_bytes, read_sequences
 from saf.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
 from saf.data.loader import INDEX_FILE
 from saf.distributed import all_gather, all_ranks_or_raise, is_rank0, on_rank0
@@ -75,6 +75,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         _check_memory(config, execution, shape, parallel)
         origin = _open_origin(config, folder, shape, task, resume=resume)
         model, optimizer = _build(config, execution, shape, origin, parallel)
+        _check_length(config, task, model)
         proposer = _start_schedule(config, model, origin)
         gradient = _start_gradient(config, model, proposer, origin)
         _check_shards(config, parallel, model, gradient)
@@ -327,9 +328,6 @@ def _build(
         # "auto" chose a backend at the event; the checkpoint names it, so that resuming is exact.
         named = config.freeze.backend if config.freeze and config.freeze.backend != "auto" else None
         model = checkpoint.model(execution.device, backend=named, shape=shape)
-        limit, length = longest_input(model), context_length(config)
-        if limit is not None and length > limit:
-            raise InputError(f"length must be at most {limit}, which the parent's frozen heads take, got {length}")
     else:
         model = GPT.skip_init(shape)
         # Drawn on the CPU, so that a seed means the same weights on every device.
@@ -412,7 +410,28 @@ def recorded_gradient(model: nn.Module, state: Mapping[str, Any]) -> QKGradient 
     return gradient
 
 
-# --- what updates of this model allow
+# --- what this model allows
+
+
+def _check_length(config: TrainConfig, task: Task, model: GPT) -> None:
+    """Raise InputError where patterns of the parent's frozen heads end too early, or cannot share a layer with others.
+
+    The patterns of a layer have one length.
+    """
+    limit = longest_input(model)
+    if limit is not None and task.longest > limit:
+        raise InputError(f"length must be at most {limit}, which the parent's frozen heads take, got {task.longest}")
+    freeze = config.freeze
+    if freeze is None or freeze.operation != Freeze.kind or freeze.asks_for_none:
+        return
+    named, sites = freeze.heads or freeze.only, adapter_for(model).sites()
+    live = {(layer, head) for layer, site in enumerate(sites) for head in site.layout.live}
+    choice = (live if named is None else live & set(named)) - set(freeze.exclude)
+    for layer in sorted({layer for layer, _ in choice}):
+        frozen = sites[layer].frozen
+        if frozen is not None and frozen.max_length != (length := read_sequences(task.calibration()).length):
+            more = f"to freeze more heads of layer {layer}, which has frozen ones"
+            raise InputError(f"length must be {frozen.max_length} {more}, got {length}; or exclude the layer's heads")
 
 
 def _check_shards(config: TrainConfig, parallel: Parallel, model: GPT, gradient: QKGradient | None) -> None:

@@ -28,6 +28,18 @@ def split(parameters, **options) -> torch.optim.AdamW:
     return torch.optim.AdamW([{"params": [p for p in parameters if p.dim() > 1]}, vectors], **options)
 
 
+class Wrapper(torch.optim.Optimizer):
+    """An optimiser that holds the one that steps, as accelerate's does."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    param_groups = property(lambda self: self.optimizer.param_groups)
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
 def trained_of(model: GPT) -> dict[tuple[int, int], TrainablePattern]:
     return {
         (layer, head): one
@@ -75,12 +87,14 @@ def test_they_join_a_group_without_decay_so_that_schedules_reach_them_or_are_ref
     assert groups_of(trainer) == before
     update(model, trainer)
     schedule.step()
-    model, trainer = make()
-    torch.optim.lr_scheduler.LambdaLR(trainer, lambda step: 1.0)
-    untouched = snapshot(model, trainer)
-    with pytest.raises(UnsupportedError, match="before making the scheduler, call"):
-        install_(model, SOME, patterns(3), optimizer=trainer, trainable=True)
-    assert_equal(snapshot(model, trainer), untouched)
+    for wrapper in (lambda inner: inner, Wrapper):
+        model, trainer = make()
+        given = wrapper(trainer)
+        torch.optim.lr_scheduler.LambdaLR(given, lambda step: 1.0)
+        untouched = snapshot(model, trainer)
+        with pytest.raises(UnsupportedError, match="before making the scheduler, call"):
+            install_(model, SOME, patterns(3), optimizer=given, trainable=True)
+        assert_equal(snapshot(model, trainer), untouched)
 
 
 def test_events_of_both_kinds_share_a_layer():

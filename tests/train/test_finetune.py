@@ -104,19 +104,20 @@ def test_a_users_own_task_in_three_commands(command, capsys):
 def test_heads_are_frozen_during_finetuning_and_resuming_goes_on_inside_an_epoch(command, outcome, capsys):
     one = ("--epochs", "2", "--save-every", "1")
     ordinary = command("epochs-2", *one)
-    arm = command("during", *one, "--calibration-sequences", "2", *FREEZE_WORDS)
+    words = (*one, "--calibration-sequences", "2", *FREEZE_WORDS)
+    arm = command("during", *words)
     before = arm.events[0].update
     assert before == round(0.5 * ordinary.finished_result()["updates"])
     assert (order_of(arm), arm.config["train"]) == (order_of(ordinary), ordinary.config["train"])
     # Until its event the arm is the ordinary model on the same examples: its losses are the same numbers.
     losses = [[line["loss"] for line in run.metrics[:before]] for run in (ordinary, arm)]
     assert losses[0] == losses[1]
-    killed(lambda: command("again", *one), loop, "run_update", 3)
-    folder = ordinary.folder.parent
+    killed(lambda: command("again", *words), loop, "run_update", before + 2)
+    folder = arm.folder.parent
     assert main(["finetune", "--out", str(folder / "again"), "--resume", "--epochs", "3"]) == 2
     assert "updates must be 7, got 11" in " ".join(capsys.readouterr().err.split())
     again = command("again", "--resume", task=False)
-    assert outcome(ordinary.folder) == outcome(again.folder)
+    assert outcome(arm.folder) == outcome(again.folder)
 
 
 def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(command, files, parents, outcome, tmp_path, capsys):

@@ -116,15 +116,22 @@ def test_the_rate_rises_again_after_an_event(settings, finished, outcome):
 def test_a_branch_goes_on_with_sequences_of_another_length(settings, finished):
     parent = finished(settings(), "ordinary") / "checkpoints" / "step-6"
     longer = {"length": 64, "batch_size": 2}
-    frozen = continue_from(parent, out=settings("longer").out, freeze=FREEZE, **longer)
+    # By a score that reads held-out text, too.
+    freeze = replace(FREEZE, score="residual_cosine")
+    frozen = continue_from(parent, out=settings("longer").out, freeze=freeze, **longer)
     result = pretrain(frozen)
     assert (result["tokens"], read_evaluation(frozen.out)[0]["length"]) == (12 * 4 * 2 * 32, 64)
     (event,) = read_events(frozen.out)
     assert event.tensors()["alpha"].shape == (2, 64)
-    for length, batch_size, words in ((128, 1, "at most 64"), (64, 4, "must be 256 .* got 4 x 2 x 64")):
-        changes = {"length": length, "batch_size": batch_size}
+    for length, batch_size, freeze, words in (
+        (128, 1, None, "at most 64"),
+        (64, 4, None, "must be 256 .* got 4 x 2 x 64"),
+        (32, 4, FREEZE, "must be 64 to freeze more heads of layer ., .* got 32"),
+    ):
+        changes = {"length": length, "batch_size": batch_size, "freeze": freeze}
         with pytest.raises(InputError, match=words):
             pretrain(continue_from(result["checkpoint"], out=settings("no").out, updates=20, **changes))
+    assert not Path(settings("no").out).exists()
 
 
 def test_branches_before_the_first_update_and_after_the_last(settings, outcome):
