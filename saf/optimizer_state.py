@@ -118,8 +118,8 @@ def check_order(optimizer: Optimizer) -> None:
             continue
         for parameter in group["params"]:
             state = optimizer.state.get(parameter, {})
-            # Not of a parameter without a recorded order, which may be a copy, such as a shard, that took over a group
-            # with state of its own shape; nor of state from before a first step, such as Adagrad's.
+            # State of another order is wrong but in two cases. Before a first step, all heads have the same, as with
+            # Adagrad. A parameter without a recorded order may be a copy, such as a shard, with state of its own shape.
             wrong = parameter in _orders and float(state.get("step", 1)) != 0
             if state and (wrong or _has_other_rows(state, parameter)):
                 raise InputError(

@@ -168,8 +168,8 @@ class Task(ABC):
             other = f"fingerprint {state['data_fingerprint'][:16]}, this run's is {self.fingerprint[:16]}"
             remedy = "use its data, settings and seed, or --fresh"
             raise CheckpointError(f"{path} was trained on other data: {other}; {remedy}")
-        # Updates of another size would train on some sequences twice, or skip some. Windows of another length have an
-        # order of their own, and training goes on in it after as many tokens.
+        # Updates of another size would train on some sequences twice, or skip some. Windows of another length have
+        # their own order, in which training goes on after as many tokens.
         used = state["sampler_position"] * state["length"]
         if used != state["update"] * self.windows_per_update * self.length:
             used //= max(state["update"], 1)

@@ -1,7 +1,7 @@
 """The events of a training: `apply_due_events_` freezes, prunes or undoes what the schedule proposes, and records it.
 
-Two kinds of training do this between two updates, and have the parts that `Training` lists: a `Run` of `saf pretrain`,
-and that of a Trainer of transformers (saf/hf/trainer.py).
+It is called between two updates, by a `Run` of `saf pretrain` and by a Trainer of transformers (saf/hf/trainer.py).
+`Training` lists what it needs of both.
 """
 
 from contextlib import AbstractContextManager
