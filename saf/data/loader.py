@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from saf.data.reading import Source
-from saf.data.tokenizer import CONFIG_FILE, Tokenizer
+from saf.data.tokenizer import CONFIG_FILE, TOKENIZER_FILE, Tokenizer
 from saf.errors import DataError, InputError, check_name
 from saf.records.files import check_file, entries_hash, read_json, restore_replaced_, write_json
 
 PARTITIONS = ("train", "calibration", "controller", "report")
 SCHEMA = "saf.data/3"
-INDEX_FILE, TOKENIZER_FILE = "index.json", "tokenizer.json"
+INDEX_FILE = "index.json"
 _AGAIN = "prepare it again"
 # The independent random streams of one seed; `saf.tasks` has others.
 _SHUFFLED, _RANDOM, _CALIBRATION = range(3)
@@ -42,37 +42,28 @@ class TokenData:
         """Id of the token that ends every document."""
         self.calibration_source = "train" if index["calibration_from"] == "train" else "calibration"
         """The partition that calibration text is drawn from."""
-        self._checked = set[str]()
-        self._opened = dict[str, np.ndarray]()
+        self._tokens = dict[str, np.ndarray]()
 
     @classmethod
     def open(cls, folder: str | Path, *, verify: bool = False) -> "TokenData":
         """Open a data folder and check the size of each file; raise DataError for a missing or changed one.
 
-        The SHA-256 of a file is checked when the file is first used, with `verify` that of all files now.
+        The content of a file is checked when the file is first used, with `verify` that of all files now.
         """
         data = cls(Path(folder), read_index(Path(folder)))
-        for name, (size, _) in files_of(data.index).items():
+        for name, size in file_sizes(data.index).items():
             check_file(data.folder / name, size=size, error=DataError, advice=_AGAIN)
-            if verify:
-                data._file(name)
         if verify:
             data.tokenizer()
+            for partition in filter(data.num_tokens, PARTITIONS):
+                data.tokens(partition)
         return data
 
-    def _file(self, name: str) -> Path:
-        """Return the path of a file; raise DataError where its content is not what was prepared."""
-        if name not in self._checked:  # a gigabyte takes seconds
-            check_file(self.folder / name, sha256=files_of(self.index)[name][1], error=DataError, advice=_AGAIN)
-            self._checked.add(name)
-        return self.folder / name
-
     def tokenizer(self) -> Tokenizer:
-        """Load the tokenizer that produced the tokens."""
-        tokenizer = Tokenizer.load(self._file(TOKENIZER_FILE))
-        if tokenizer.eot_id != self.eot_id:  # CONFIG_FILE names it, and has no checksum
-            eot = f"end-of-text must have id {self.eot_id}, {CONFIG_FILE} names {tokenizer.eot_id}"
-            raise DataError(f"{self.folder}: {eot}; {_AGAIN}")
+        """Load the tokenizer that produced the tokens; raise DataError where its files were changed."""
+        tokenizer = Tokenizer.load(self.folder)
+        if (tokenizer.fingerprint, tokenizer.eot_id) != (self.tokenizer_hash, self.eot_id):
+            raise DataError(f"{self.folder}: {TOKENIZER_FILE} or {CONFIG_FILE} was changed; {_AGAIN}")
         return tokenizer
 
     def num_tokens(self, partition: str) -> int:
@@ -84,11 +75,14 @@ class TokenData:
         if not self.num_tokens(partition):
             advice = '; its calibration text is drawn from source="train"' if partition == "calibration" else ""
             raise DataError(f"{self.folder}: its {partition} partition is empty{advice}")
-        # Once: where data are prepared again in this folder during a run, the run keeps the tokens that were checked.
-        if partition not in self._opened:
+        # Once: a gigabyte takes seconds, and where data are prepared again in this folder during a run, the run keeps
+        # the tokens that were checked.
+        if partition not in self._tokens:
+            path, sha256 = self.folder / f"{partition}.bin", self.index["partitions"][partition]["sha256"]
+            check_file(path, sha256=sha256, error=DataError, advice=_AGAIN)
             dtype = np.dtype(self.index["dtype"]).newbyteorder("<")  # as it was written, on any machine
-            self._opened[partition] = np.memmap(self._file(f"{partition}.bin"), dtype, mode="r")
-        return self._opened[partition]
+            self._tokens[partition] = np.memmap(path, dtype, mode="r")
+        return self._tokens[partition]
 
 
 class TextData(TokenData):
@@ -97,18 +91,16 @@ class TextData(TokenData):
     def __init__(self, file: Path, tokenizer: Tokenizer):
         """Read and tokenise the file; raise DataError as `saf.data.prepare` would."""
         texts = Source(str(file)).documents()
-        ids = [token for text in texts for token in (*tokenizer.encode(text), tokenizer.eot_id)]
-        self._tokenizer, self._ids = tokenizer, np.asarray(ids, dtype="<i8")
+        rows = [token for text in texts for token in (*tokenizer.encode(text), tokenizer.eot_id)]
+        ids = np.asarray(rows, dtype="<i8")
         facts = {"sha256": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id}
-        fingerprint = sha256(tokenizer.fingerprint.encode() + self._ids.tobytes()).hexdigest()
+        fingerprint = sha256(tokenizer.fingerprint.encode() + ids.tobytes()).hexdigest()
         index = {"fingerprint": fingerprint, "tokenizer": facts, "calibration_from": "heldout"}
         super().__init__(file, {**index, "partitions": {name: {"tokens": len(ids)} for name in PARTITIONS}})
+        self._tokenizer, self._tokens = tokenizer, dict.fromkeys(PARTITIONS, ids)
 
     def tokenizer(self) -> Tokenizer:
         return self._tokenizer
-
-    def tokens(self, partition: str) -> np.ndarray:
-        return self._ids
 
 
 def check_separate(data: TokenData, partition: str, reported: TokenData) -> None:
@@ -124,8 +116,8 @@ def check_separate(data: TokenData, partition: str, reported: TokenData) -> None
         raise DataError(f"{where}, got {shared}; give --data without them")
 
 
-def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
-    """Write index.json with its schema, fingerprint and a hash of all of it, and return what was written.
+def write_index(folder: Path, index: dict[str, Any]) -> None:
+    """Write index.json with its schema, fingerprint and a hash of all of it.
 
     The fingerprint is the SHA-256 of the tokenizer and of every token in order; paths play no part.
     """
@@ -133,10 +125,7 @@ def write_index(folder: Path, index: dict[str, Any]) -> dict[str, Any]:
     # A constant, not SCHEMA: checkpoints and results name data by this fingerprint, which a new schema must not change.
     text = json.dumps(["saf.data/1", index["tokenizer"]["sha256"], index["dtype"], sums], sort_keys=True)
     index = {"schema": SCHEMA, "fingerprint": sha256(text.encode()).hexdigest(), **index}
-    index = json.loads(json.dumps(index))  # as it is read back, tuples as lists
-    index["hash"] = entries_hash(index)
-    write_json(folder / INDEX_FILE, index)
-    return index
+    write_json(folder / INDEX_FILE, index | {"hash": entries_hash(index)})
 
 
 def read_index(folder: Path) -> dict[str, Any]:
@@ -145,10 +134,8 @@ def read_index(folder: Path) -> dict[str, Any]:
     restore_replaced_(folder)
     if not path.is_file():
         problem = f"not a data folder, it has no {INDEX_FILE}" if folder.exists() else "no such file or data folder"
-        raise DataError(
-            f"{folder}: {problem}; give --data a folder that `saf data prepare` wrote, or a Hugging Face "
-            "model a file of text"
-        )
+        remedy = "give --data a folder that `saf data prepare` wrote, or a Hugging Face model a file of text"
+        raise DataError(f"{folder}: {problem}; {remedy}")
     index = read_json(path, error=DataError, advice=_AGAIN)
     if index.get("schema") != SCHEMA:
         raise DataError(f"{path}: schema must be {SCHEMA!r}, got {index.get('schema')!r}; {_AGAIN}")
@@ -157,14 +144,11 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def files_of(index: dict[str, Any]) -> dict[str, tuple[int | None, str | None]]:
-    """Return size and SHA-256 of a data folder's files by name, None where the index does not record them."""
-    files: dict[str, tuple[int | None, str | None]] = {INDEX_FILE: (None, None), CONFIG_FILE: (None, None)}
-    files[TOKENIZER_FILE] = None, index["tokenizer"]["sha256"]
-    size = np.dtype(index["dtype"]).itemsize
-    for name, info in index["partitions"].items():
-        files[f"{name}.bin"] = info["tokens"] * size, info["sha256"]
-    return files
+def file_sizes(index: dict[str, Any]) -> dict[str, int | None]:
+    """Return the size in bytes of each file of a data folder by name, None where the index does not record it."""
+    size, partitions = np.dtype(index["dtype"]).itemsize, index["partitions"]
+    sizes = {f"{name}.bin": facts["tokens"] * size for name, facts in partitions.items()}
+    return {INDEX_FILE: None, TOKENIZER_FILE: None, CONFIG_FILE: None, **sizes}
 
 
 # --- windows

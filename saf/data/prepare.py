@@ -5,6 +5,7 @@ in the order of their keys, balanced by tokens. So nearly all held-out documents
 """
 
 import heapq
+import os
 import platform
 import sys
 import warnings
@@ -15,15 +16,16 @@ from dataclasses import asdict, dataclass, replace
 from functools import partial
 from hashlib import blake2b
 from importlib.metadata import version
-from itertools import chain, islice
+from itertools import chain, groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 
-from saf.data.loader import PARTITIONS, TOKENIZER_FILE, TokenData, files_of, read_index, write_index
+from saf.data.loader import PARTITIONS, TokenData, file_sizes, read_index, write_index
 from saf.data.reading import Source
-from saf.data.tokenizer import CONFIG_FILE, Tokenizer, train_bpe
+from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning, check_name
 from saf.records.files import file_hash, locked, new_folder, restore_replaced_
 
@@ -32,7 +34,7 @@ _HELDOUT_FRACTION = 0.05
 # Bytes that are tokenised at once, and characters at which a document is cut: tokenising takes some 150 times a text's
 # size in memory.
 _BATCH_BYTES, _LONGEST_DOCUMENT = 2**21, 2**23
-_BLOCK = 2**20  # bytes that files buffer, and tokens that are counted at once
+_BLOCK = 2**20  # tokens that are counted at once
 # Characters of the longest piece in the tokenizer's sample; how many times the sample's size is read to draw it from.
 _SAMPLE_PIECE, _LOOK_AHEAD = 2**16, 16
 # Length of the longest document that is held out, as a share of the text to hold out; the second share applies where
@@ -45,8 +47,6 @@ _ENOUGH_HELD_OUT = 0.9
 _LARGE_POOL = 200
 # A smaller pool gets this many times the bytes that it should need: bytes a token differ between documents.
 _MARGIN = 1.25
-_DOCUMENT = np.dtype([("key", "<u8"), ("bytes", "<i8"), ("heldout", "?")])
-"""A distinct document: its key in the seeded order, its size, and whether it is of a held-out source."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +130,7 @@ def prepare(
     names, out = _as_tuple(sources), Path(out).resolve()
     config = PrepareConfig(heldout=_as_tuple(settings.pop("heldout", None) or ()), **settings)
     if config.report_only:  # all text is held out, and `shares` gives it to the report
-        config, names = replace(config, heldout=names), ()
+        config, names = replace(config, heldout=config.heldout + names), ()
     # Held-out sources are read first: a document that is in training sources too stays held out.
     members = {"heldout": config.heldout, "train": names}
     groups = {group: [Source(name, text_field=config.text_field) for name in members[group]] for group in members}
@@ -140,8 +140,8 @@ def prepare(
     with bar, locked(out.with_name(f".{out.name}.lock"), busy):
         _check_target(out, overwrite=overwrite)
         with new_folder(out, replace=overwrite) as folder:
-            index = _prepare(folder, groups, config, bar)
-    return TokenData(out, index)
+            _prepare(folder, groups, config, bar)
+    return TokenData.open(out)
 
 
 def _as_tuple(names: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
@@ -151,7 +151,7 @@ def _as_tuple(names: str | Path | Sequence[str | Path]) -> tuple[str, ...]:
 def _check_target(out: Path, *, overwrite: bool) -> None:
     """Raise DataError unless `out` is absent, empty, or with `overwrite` a data folder that holds nothing else."""
     restore_replaced_(out)
-    if not (out.exists() or out.is_symlink()) or (out.is_dir() and not any(out.iterdir())):
+    if not os.path.lexists(out) or (out.is_dir() and not any(out.iterdir())):
         return
     try:
         index = read_index(out)
@@ -160,39 +160,36 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
     if not overwrite:
         raise DataError(f"{out}: a finished data folder is there; name another --out, or add --overwrite")
     # Overwriting removes the whole folder, and with it whatever a user has put there.
-    if foreign := sorted({path.name for path in out.iterdir()} - files_of(index).keys()):
+    if foreign := sorted({path.name for path in out.iterdir()} - file_sizes(index).keys()):
         raise DataError(f"{out} also holds {foreign[0]}, which its index.json does not name; remove such files first")
 
 
-def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfig, bar: Any) -> dict[str, Any]:
-    """Write the files of a data folder and return its index."""
+def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfig, bar: Any) -> None:
+    """Write the files of a data folder."""
     # Loaded before the text is read: a wrong name should not be found after hours of reading.
-    tokenizer = None if config.tokenizer == "bpe" else _load_tokenizer(config.tokenizer)
+    tokenizer = None if config.tokenizer == "bpe" else Tokenizer.named(config.tokenizer)
     bar.add_task("reading", total=None)
     corpus = Corpus(folder / "text.spool", groups, config)
-    documents = corpus.documents
-    pool = _heldout_pool(documents["key"], documents["bytes"], config.fraction)
+    pool = _heldout_pool(corpus.keys, corpus.sizes, config.fraction)
     trained_on = None
     if tokenizer is None:
         bar.add_task("training the tokenizer", total=None)
         sample = _sample(corpus, config, pool)
         trained_on = {"bytes": sum(len(piece.encode()) for piece in sample), "pieces": len(sample)}
         tokenizer = train_bpe(sample, vocab_size=config.vocab_size)
-    tokenizer.save(folder / TOKENIZER_FILE)
-    tokenizer.save_config(folder / CONFIG_FILE)
+    tokenizer.save(folder)
     dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<u4")
-    task = bar.add_task("tokenising", total=int(documents["bytes"].sum()))
+    task = bar.add_task("tokenising", total=len(corpus.keys))
     ids = folder / "tokens.spool"
     tokens = _tokenise(corpus, tokenizer, ids, dtype, partial(bar.advance, task))
     corpus.file.unlink()  # now, so that the disk need not hold the text, its tokens and the partitions at once
     bar.add_task("writing", total=None)
-    partition, partitions = _assign(documents, tokens, pool, config), {}
+    partition, partitions = _assign(corpus, tokens, pool, config), {}
+    order = np.argsort(corpus.keys, kind="stable")
     for number, name in enumerate(PARTITIONS):
-        members = np.flatnonzero(partition == number)
-        members = members[np.argsort(documents["key"][members], kind="stable")]
-        counted = {"documents": len(members), "bytes": int(documents["bytes"][members].sum())}
+        members = order[partition[order] == number]
         written = _write(folder / f"{name}.bin", ids, members, tokens, dtype, tokenizer.vocab_size)
-        partitions[name] = counted | written
+        partitions[name] = {"documents": len(members), "bytes": int(corpus.sizes[members].sum()), **written}
     ids.unlink()
     kind = config.tokenizer if config.tokenizer in ("bpe", "gpt2") else "loaded"
     vocabulary = {"vocab_size": tokenizer.vocab_size, "eot_id": tokenizer.eot_id, "trained_on": trained_on}
@@ -212,7 +209,7 @@ def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfi
         "settings": {**asdict(config), "heldout_fraction": config.fraction},
         "versions": {name: version(name) for name in ("numpy", "tokenizers")} | {"python": platform.python_version()},
     }
-    return write_index(folder, index)
+    write_index(folder, index)
 
 
 # --- documents
@@ -228,9 +225,9 @@ class Corpus:
         """Name, documents and bytes of each source, by group."""
         self.training = array("q")
         """Numbers of the documents of training sources, in order; a repeated one has its number again."""
-        # 17 bytes a document, where a tuple of numbers takes 130: a corpus may have millions of documents.
-        rows, seen = bytearray(), dict[bytes, int]()
-        with open(file, "wb", buffering=_BLOCK) as spool:
+        # Arrays take 16 bytes a document, a tuple of numbers 130: a corpus may have millions of documents.
+        keys, sizes, seen = array("Q"), array("q"), dict[bytes, int]()
+        with open(file, "wb") as spool:
             for group, sources in groups.items():
                 first = len(seen)
                 for data in self._read(sources, config, self.facts[group]):
@@ -239,24 +236,25 @@ class Corpus:
                         self.skipped["repeated" if seen[digest] >= first else "also_held_out"] += 1
                     else:
                         seen[digest] = len(seen)
-                        row = _key(digest, config.seed), len(data), group == "heldout"
-                        rows += np.array(row, _DOCUMENT).tobytes()
+                        keys.append(_key(digest, config.seed))
+                        sizes.append(len(data))
                         spool.write(data)
                     if group == "train":
                         self.training.append(seen[digest])
-        self.documents = np.frombuffer(rows, _DOCUMENT)
-        """A `_DOCUMENT` for each."""
+        self.keys, self.sizes = np.array(keys), np.array(sizes)
+        """The key of each document in the seeded order, and its size in bytes."""
+        self.heldout = np.arange(len(seen)) < first
+        """Whether each is of a held-out source; those were read before."""
 
     def _read(self, sources: Sequence[Source], config: PrepareConfig, facts: list[dict[str, Any]]) -> Iterator[bytes]:
         """Yield documents, cut where long, until `max_bytes` is reached; count those of each source."""
         longest = min(config.split_characters or _LONGEST_DOCUMENT, _LONGEST_DOCUMENT)
-        remaining = limit = config.max_bytes or sys.maxsize
+        remaining = config.max_bytes or sys.maxsize
         for source in sources:
             facts.append({"source": source.name, "documents": 0, "bytes": 0})
             for document in source.documents():
-                if config.max_bytes is not None and len(data := document.encode()) > limit:
-                    document = data[:limit].decode(errors="ignore")
-                for text in split_text(document, longest):
+                start = document.encode()[: config.max_bytes].decode(errors="ignore")
+                for text in split_text(start, longest):
                     if not text.strip():
                         self.skipped["empty"] += 1
                         continue
@@ -269,7 +267,7 @@ class Corpus:
 
     def texts(self, numbers: Iterable[int]) -> Iterator[str]:
         """Yield the text of documents by their numbers."""
-        return (piece.decode() for piece in _pieces(self.file, self.documents["bytes"], numbers))
+        return (piece.decode() for piece in _pieces(self.file, self.sizes, numbers))
 
 
 def _pieces(path: Path, sizes: np.ndarray, numbers: Iterable[int]) -> Iterator[bytes]:
@@ -314,16 +312,15 @@ def _tokenise(
     corpus: Corpus, tokenizer: Tokenizer, ids: Path, dtype: np.dtype, advance: Callable[[int], Any]
 ) -> np.ndarray:
     """Write the token ids of all documents and return the number of each, end-of-text included, `[documents]`."""
-    counts, ends = list[int](), np.cumsum(corpus.documents["bytes"])
-    texts = corpus.texts(range(len(ends)))
-    with open(ids, "wb", buffering=_BLOCK) as file:
-        while (first := len(counts)) < len(ends):
-            begin = ends[first - 1] if first else 0
-            last = max(first + 1, int(np.searchsorted(ends, begin + _BATCH_BYTES, side="right")))
-            for row in tokenizer.encode_batch(list(islice(texts, last - first))):
+    counts, batches = list[int](), np.cumsum(corpus.sizes) // _BATCH_BYTES
+    texts = zip(batches, corpus.texts(range(len(batches))), strict=True)
+    with open(ids, "wb") as file:
+        for _, batch in groupby(texts, key=itemgetter(0)):
+            rows = tokenizer.encode_batch([text for _, text in batch])
+            for row in rows:
                 file.write(np.array([*row, tokenizer.eot_id], dtype=dtype).tobytes())
                 counts.append(len(row) + 1)
-            advance(int(ends[last - 1] - begin))
+            advance(len(rows))
     return np.array(counts)
 
 
@@ -345,12 +342,12 @@ def _write(
 # --- partitions
 
 
-def _assign(documents: np.ndarray, tokens: np.ndarray, pool: np.ndarray, config: PrepareConfig) -> np.ndarray:
+def _assign(corpus: Corpus, tokens: np.ndarray, pool: np.ndarray, config: PrepareConfig) -> np.ndarray:
     """Choose the partition of each document, an index into PARTITIONS `[documents]`.
 
     Warns where much less is held out than requested; raises DataError when a partition gets no document.
     """
-    keys, heldout = documents["key"], documents["heldout"]
+    keys, heldout = corpus.keys, corpus.heldout
     if config.fraction is not None:
         heldout = _hold_out(keys, tokens, config.fraction, pool)
     where = np.flatnonzero(heldout)
@@ -427,14 +424,6 @@ def _divide(keys: np.ndarray, tokens: np.ndarray, shares: np.ndarray) -> np.ndar
 # --- the tokenizer
 
 
-def _load_tokenizer(name: str) -> Tokenizer:
-    """Load a tokenizer from its folder or file, or download that of a model on the hub."""
-    name = "openai-community/gpt2" if name == "gpt2" else name
-    if name.count("/") == 1 and not Path(name).exists():
-        return Tokenizer.from_hub(name)
-    return Tokenizer.load(name)
-
-
 def _sample(corpus: Corpus, config: PrepareConfig, pool: np.ndarray) -> list[str]:
     """Draw pieces of training text, at most `tokenizer_bytes`, for the tokenizer to learn from.
 
@@ -444,8 +433,8 @@ def _sample(corpus: Corpus, config: PrepareConfig, pool: np.ndarray) -> list[str
     heap, sampled, read = list[tuple[int, int, str, int]](), 0, 0
     limit = _key_limit(config.fraction)
     for number, text in zip(corpus.training, corpus.texts(corpus.training), strict=True):
-        read += int(corpus.documents["bytes"][number])
-        if corpus.documents["key"][number] < limit:
+        read += int(corpus.sizes[number])
+        if corpus.keys[number] < limit:
             continue
         enough = read >= _LOOK_AHEAD * config.tokenizer_bytes  # this document is the last, by its first piece alone
         for piece in islice(split_text(text, _SAMPLE_PIECE), 1 if enough else None):

@@ -8,7 +8,6 @@ changes its type after the first block. For 123 MB of JSON Lines it takes 1.5 s 
 import csv
 import glob
 import gzip
-import importlib
 import io
 import json
 import lzma
@@ -16,8 +15,8 @@ import re
 import sysconfig
 import tokenize
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Iterator
-from contextlib import contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -58,7 +57,7 @@ class Source:
         on_hub = not path.exists() and _HUB_NAME.fullmatch(name) and bare_suffix(path) not in _TEXT_SUFFIXES
         if name == "python":
             self._read = _python_documents
-        elif name and (saved or on_hub):
+        elif saved or on_hub:
             self._read = lambda: _texts(_read_dataset(name), name, text_field)
         elif name and path.exists():
             self._read = self._file_documents
@@ -114,7 +113,8 @@ def _texts(records: Records, source: str, field: str) -> Iterator[str]:
 
 def _python_documents() -> Iterator[str]:
     """Yield Python's help topics, then the modules of its library, in an order that mixes the packages."""
-    topics: dict[str, str] = importlib.import_module("pydoc_data.topics").topics
+    from pydoc_data.topics import topics
+
     yield from (topics[name] for name in sorted(topics))
     root = Path(sysconfig.get_path("stdlib"))
     paths = (path.relative_to(root) for path in root.rglob("*.py"))
@@ -199,7 +199,8 @@ def _read_dataset(source: str) -> Records:
     """
     import datasets
 
-    row, (name, config, split) = 0, (*source.split(":"), "", "")[:3]
+    name, config, split = (*source.split(":"), "", "")[:3]
+    row = 0
     try:
         if Path(source).is_file():
             files = glob.escape(source)
@@ -231,31 +232,28 @@ def read_text(path: Path) -> str:
 
 def text_lines(path: Path) -> Iterator[str]:
     """Yield the lines of a UTF-8 file, line ends included, without a byte order mark."""
-    with _open(path) as file:
-        for number, line in enumerate(file, 1):
-            try:
-                yield (line.removeprefix("\ufeff".encode()) if number == 1 else line).decode()
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert it to UTF-8") from error
-
-
-@contextmanager
-def _open(path: Path) -> Iterator[Any]:
-    """Open a file for reading bytes, decompressed; raise DataError for one that is truncated or damaged."""
-    suffix = path.suffix.lower()
+    suffix, number = path.suffix.lower(), 1
     try:
         with open(path, "rb", buffering=2**17) as file:
-            if suffix == ".gz":
-                yield gzip.GzipFile(fileobj=file)
-            elif suffix == ".xz":
-                yield lzma.LZMAFile(file)  # noqa: SIM115 (the file that it reads is closed)
-            elif suffix == ".zst":
-                import pyarrow
-
-                # Unlike the readers of the zstandard package, Arrow's notices a truncated file.
-                yield io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file), "zstd"), 2**17)
-            else:
-                yield file
+            for number, line in enumerate(_decompress(file, suffix), 1):
+                yield (line.removeprefix(BOM_UTF8) if number == 1 else line).decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); convert it to UTF-8") from error
     except (EOFError, OSError, zlib.error, lzma.LZMAError) as error:
         damage = f"truncated or damaged {suffix} file" if suffix in _COMPRESSED else "cannot be read"
         raise DataError(f"{path}: {damage} ({error})") from error
+
+
+def _decompress(file: Any, suffix: str) -> Any:
+    match suffix:
+        case ".gz":
+            return gzip.GzipFile(fileobj=file)
+        case ".xz":
+            return lzma.LZMAFile(file)
+        case ".zst":
+            import pyarrow
+
+            # Unlike the readers of the zstandard package, Arrow's notices a truncated file.
+            return io.BufferedReader(pyarrow.CompressedInputStream(pyarrow.PythonFile(file), "zstd"), 2**17)
+        case _:
+            return file

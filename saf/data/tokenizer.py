@@ -11,14 +11,14 @@ from saf.records.files import read_json, write_json
 EOT = "<|endoftext|>"
 # Usual names of the token that ends a document, for tokenizer files without another file that names it.
 _EOT_NAMES = (EOT, "<|end_of_text|>", "</s>", "<eos>", "<｜end▁of▁sentence｜>")
-CONFIG_FILE = "tokenizer_config.json"
+TOKENIZER_FILE, CONFIG_FILE = "tokenizer.json", "tokenizer_config.json"
 _GPT2_FILES = (("encoder.json", "vocab.bpe"), ("vocab.json", "merges.txt"))
 
 
 class Tokenizer:
     """Turn text into token ids and back. Text that spells a special token is ordinary text, never that token."""
 
-    def __init__(self, data: bytes, *, name: str = "tokenizer.json", eos: str | None = None):
+    def __init__(self, data: bytes, *, name: str = TOKENIZER_FILE, eos: str | None = None):
         """Build from the bytes of a tokenizer.json, without truncation and padding.
 
         `name` is the file's name in messages, `eos` the token that ends a document; None takes one of the usual names.
@@ -52,7 +52,7 @@ class Tokenizer:
         The end-of-text token is the one that tokenizer_config.json or special_tokens_map.json in its folder names.
         """
         path = Path(path)
-        file = path / "tokenizer.json" if path.is_dir() else path
+        file = path / TOKENIZER_FILE if path.is_dir() else path
         if file.is_file():
             return cls(file.read_bytes(), name=str(file), eos=_eos_token(file.parent))
         for pair in _GPT2_FILES:
@@ -64,8 +64,14 @@ class Tokenizer:
         raise DataError(f"{path}: no tokenizer there; give --tokenizer a folder with tokenizer.json, or {pairs}")
 
     @classmethod
-    def from_hub(cls, repository: str) -> "Tokenizer":
-        """Download the tokenizer of a model on the Hugging Face hub; raise DataError when that fails."""
+    def named(cls, name: str) -> "Tokenizer":
+        """Load a tokenizer from its folder or file, or download that of gpt2 or of a model on the hub, OWNER/NAME.
+
+        Raises DataError where there is none.
+        """
+        repository = "openai-community/gpt2" if name == "gpt2" else name
+        if repository.count("/") != 1 or Path(repository).exists():
+            return cls.load(name)
         import huggingface_hub
 
         try:
@@ -75,13 +81,11 @@ class Tokenizer:
             raise DataError(f"{repository}: {problem}; give --tokenizer a folder with tokenizer.json") from error
         return cls.load(folder)
 
-    def save(self, path: Path) -> None:
-        """Write the tokenizer.json."""
-        path.write_bytes(self._data)
-
-    def save_config(self, path: Path) -> None:
-        """Write the tokenizer_config.json that names the end-of-text token."""
-        write_json(path, {"eos_token": self.eot_token, "tokenizer_class": "PreTrainedTokenizerFast"})
+    def save(self, folder: Path) -> None:
+        """Write tokenizer.json, and the tokenizer_config.json that names the end-of-text token."""
+        (folder / TOKENIZER_FILE).write_bytes(self._data)
+        config = {"eos_token": self.eot_token, "tokenizer_class": "PreTrainedTokenizerFast"}
+        write_json(folder / CONFIG_FILE, config)
 
     def same(self, other: "Tokenizer") -> bool:
         """Whether another tokenizer has the same tokens for every text."""

@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
     write_tasks(root / "tasks")
     model = make("qwen3", vocab_size=300, max_position_embeddings=LENGTH, num_hidden_layers=6)
     model.save_pretrained(root / "model")
-    train_bpe([TEXT], vocab_size=300).save(root / "model" / "tokenizer.json")
+    train_bpe([TEXT], vocab_size=300).save(root / "model")
     (root / "text.txt").write_text(TEXT)
     return root
 

@@ -54,7 +54,7 @@ def examples(tmp_path_factory) -> dict[str, str]:
     folder = tmp_path_factory.mktemp("finetuning")
     words = ["the", "of", "head", "loss", "rate", "token", "window", "layer", "update"]
     texts = [" ".join(words[: 2 + number % 8]) + f" {number}" for number in range(60)]
-    train_bpe(texts, vocab_size=300).save(folder / "tokenizer.json")
+    train_bpe(texts, vocab_size=300).save(folder)
     for name, some in (("train", texts[:48]), ("test", texts[48:])):
         lines = [json.dumps({"text": text, "choices": [" yes", " no"], "answer": len(text) % 2}) for text in some]
         (folder / f"{name}.jsonl").write_text("\n".join(lines) + "\n")

@@ -39,7 +39,7 @@ def base(tmp_path_factory):
         optimizer.step()
         optimizer.zero_grad()
     model.save_pretrained(root / "model")
-    tokenizer.save(root / "model" / "tokenizer.json")
+    tokenizer.save(root / "model")
     (root / "text.txt").write_text(TEXT)
     (root / "lines.jsonl").write_text("\n".join(json.dumps({"text": f"{n}. {TEXT[n : n + 300]}"}) for n in range(80)))
     words = ["data", "prepare", root / "lines.jsonl", "--tokenizer", root / "model", "--heldout-fraction", 0.5]
@@ -157,7 +157,7 @@ def test_a_folder_that_cannot_be_used_is_refused(base, frozen, saf, tmp_path):
             (folder / file).unlink()
         return folder
 
-    train_bpe([TEXT.upper()], vocab_size=280).save(copy("foreign") / "tokenizer.json")
+    train_bpe([TEXT.upper()], vocab_size=280).save(copy("foreign"))
     shutil.copytree(base / "model", shutil.copytree(frozen, tmp_path / "over"), dirs_exist_ok=True)
     LlamaForSequenceClassification(make("llama-grouped").config).save_pretrained(tmp_path / "classes")
     cut = copy("cut") / "model.safetensors"

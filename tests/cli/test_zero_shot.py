@@ -47,7 +47,7 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
     text = "Question: is this a red film? Answer: no, a green dog. " * 20
     model = make("llama-grouped", vocab_size=300, max_position_embeddings=96)
     model.save_pretrained(tmp_path / "model")
-    train_bpe([text], vocab_size=300).save(tmp_path / "model" / "tokenizer.json")
+    train_bpe([text], vocab_size=300).save(tmp_path / "model")
     words = ("--tasks", *TASKS, "--task-data", files, "--questions", 4, "--batch-size", 3)
     first = saf_json("evaluate", tmp_path / "model", *words, "--out", tmp_path / "a")
     assert "perplexity" not in first
@@ -82,7 +82,7 @@ def test_a_model_of_transformers_needs_no_data(files, saf, saf_json, tmp_path):
 
 def test_tokens_that_a_tokenizer_adds_at_the_end_are_no_part_of_a_choice(files, saf_json, tmp_path):
     """Each choice is one token behind its context; the oracle is the model in float64, one sequence at a time."""
-    train_bpe([" negative positive" * 9], vocab_size=300).save(tmp_path / "tokenizer.json")
+    train_bpe([" negative positive" * 9], vocab_size=300).save(tmp_path)
     package = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
     package.add_special_tokens(["<s>", "</s>"])
     own = [(name, package.token_to_id(name)) for name in ("<s>", "</s>")]

@@ -96,6 +96,9 @@ def test_text_to_evaluate_on_is_one_partition_by_the_tokenizer_of_other_data(pre
     data = prepare(tmp_path / "one.txt", tmp_path / "data", tokenizer=str(prepared), report_only=True)
     assert partition_documents(data) == partition_documents(data, "report") == texts[:1]
     assert data.tokenizer_hash == TokenData.open(prepared).tokenizer_hash
+    options = {"tokenizer": str(prepared), "report_only": True, "heldout": jsonl(tmp_path / "two.jsonl", texts[:3])}
+    data = prepare(tmp_path / "one.txt", tmp_path / "both", **options)
+    assert sorted(partition_documents(data, "report")) == sorted(texts[:3])
 
 
 def test_limits(source, texts, tmp_path):

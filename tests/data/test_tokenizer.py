@@ -50,7 +50,7 @@ def test_training_twice_gives_the_same_tokenizer(texts, bpe, tmp_path):
     assert train_bpe(texts, vocab_size=400).fingerprint == bpe.fingerprint
     assert (bpe.vocab_size, bpe.eot_id) == (400, 0)
     assert bpe.encode_batch(texts[:5]) == [bpe.encode(text) for text in texts[:5]]
-    bpe.save(tmp_path / "tokenizer.json")
+    bpe.save(tmp_path)
     assert Tokenizer.load(tmp_path).same(bpe)
     assert not bpe.same(train_bpe(texts, vocab_size=300))
 

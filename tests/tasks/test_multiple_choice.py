@@ -125,7 +125,7 @@ def test_the_development_share_has_that_share_of_every_label():
 @pytest.fixture
 def task(tmp_path, tokenizer):
     """A function that opens a task of 20 examples, 2 of which are development."""
-    tokenizer.save(tmp_path / "tokenizer.json")
+    tokenizer.save(tmp_path)
     train = lines(tmp_path / "train.jsonl", [own(n, answer=["yes", "no"][n % 2]) for n in range(20)])
     test = lines(tmp_path / "test.jsonl", [own(n) for n in range(100, 106)])
 
