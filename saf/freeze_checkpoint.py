@@ -37,7 +37,7 @@ CPU_TOKENS = 8192
 class CheckpointFreezing:
     """Say which checkpoint's heads are frozen, how, on what text, and where the new checkpoint goes."""
 
-    checkpoint: Path  # these two are described where the command makes them positional, and its own flags
+    checkpoint: Path  # `saf freeze` describes these two, where it says how they are read
     config: FreezeConfig
     out: Path
     """Write the new checkpoint or model into this folder."""

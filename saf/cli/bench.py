@@ -14,7 +14,7 @@ from saf import bench
 from saf.cli.output import show
 from saf.cli.parsing import parse
 from saf.distributed import is_rank0, process_group
-from saf.errors import UnsupportedError
+from saf.errors import UnsupportedError, check_name
 from saf.report.benchmarks import tables
 
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
@@ -69,5 +69,8 @@ class Command:
 
 def parse_words(words: Sequence[str]) -> Command:
     """Parse the benchmark's command; without its name the help lists the benchmarks."""
-    first = FIRST if set(words) & set(bench.KINDS) else None
+    named = set(words) & set(bench.KINDS)
+    if words and not named and not words[0].startswith("-"):  # which tyro would take for FOLDER
+        check_name("the benchmark", words[0], bench.KINDS)
+    first = FIRST if named else None
     return parse(Command, words or ["--help"], prog="saf bench", first=first, choices=bench.KINDS)

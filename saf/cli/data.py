@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import tyro
 
 from saf.cli.output import show
-from saf.cli.parsing import parse
+from saf.cli.parsing import HELP, parse
 from saf.data import PARTITIONS, PrepareConfig, prepare
 from saf.errors import InputError
 from saf.records.table import Table
@@ -50,7 +50,7 @@ class Command:
 def parse_words(words: Sequence[str]) -> Command:
     """Parse the words behind "prepare", the only verb."""
     verb, *rest = words or ["--help"]
-    if verb not in ("prepare", "-h", "--help", "--help-all"):
+    if verb not in {"prepare", *HELP}:
         raise InputError(f"the command must be `saf data prepare`, got {verb!r}")
     return parse(Command, rest if verb == "prepare" else [verb], prog="saf data prepare")
 

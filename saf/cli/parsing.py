@@ -35,6 +35,7 @@ from saf.scores import Score
 First = Mapping[Any, Sequence[str]]
 """The fields of each dataclass that `--help` shows; `--help-all` shows every one, as of a class that is not named."""
 HELP = {"-h", "--help", "--help-all"}
+"""The words that ask for help."""
 RULES = ConstructorRegistry()
 
 
@@ -47,8 +48,9 @@ def parse(
     first: First | None = None,
     choices: Collection[str] = (),
 ) -> Any:
-    """Parse the command of `words`, in which `choices` name subcommands; settings left out have those of `default`.
+    """Parse the command of `words`; settings left out take the values of `default`.
 
+    `choices` are names of subcommands, for which the help is shown where `words` has one, as for `schedule:gradual`.
     Ends the process after the help, with exit code 0, and for bad arguments, with 2.
     """
     # Cascade: flags of the run may stand behind `schedule:NAME`, too.
@@ -67,7 +69,7 @@ def parse(
     options["config"] += (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)  # help alone: --no-x is still a flag
     rules = ConstructorRegistry()
     rules.struct_rule(partial(_help_rule, shown))
-    # The help of a choice, such as schedule:gradual; other words may be wrong, or flags that a short help lacks.
+    # Without the other words: they may be wrong, or flags that a short help lacks.
     chosen = [word for word in words if word in choices or re.fullmatch(r"[a-z-]+:[a-z-]+", word)]
     with rules:
         return tyro.cli(command, args=[*chosen, "--help"], **options)

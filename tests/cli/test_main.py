@@ -31,7 +31,7 @@ def test_words_that_are_no_command_are_explained(saf):
         (["evalute"], "did you mean `saf evaluate`?"),
         (["xyzzy"], "lists the"),
         (["data", "info"], "`saf data prepare`"),
-        (["bench", "layers"], "Expected one of"),
+        (["bench", "layers"], "must be one of"),
     ):
         code, _, err = saf(*words)
         assert (code, hint in err) == (2, True)
