@@ -367,12 +367,16 @@ def update_arm(settings: Speed, point: Point, arm: Arm, *, execution: Execution,
             # With one micro-batch an update, the second update captures: the first micro-batch runs as it is.
             for _ in range(max(settings.warmup, 2 if updater.graphed else 0)):
                 updater.update(LEARNING_RATE)
-            variant = "update" if mode == "call" else f"update {mode}"
-            blocks[variant] = partial(time_updates, updater, settings.repeats)
+            blocks[update_variant(mode)] = partial(time_updates, updater, settings.repeats)
         last = list(updaters.values())[-1]
         return Ready(blocks, lambda: kernels_of(lambda: last.update(LEARNING_RATE), execution.device), {})
 
     return warm_up
+
+
+def update_variant(mode: str) -> str:
+    """Return how records call updates of a launch mode: "update" or "update graph"."""
+    return "update" if mode == "call" else f"update {mode}"
 
 
 def time_updates(updater: Updater, count: int) -> float:

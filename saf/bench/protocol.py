@@ -273,6 +273,8 @@ def check_arms(settings: Speed) -> None:
     require(not uncompiled, "flex attention is a kernel only where it is compiled; use --compile on")
     by_layer = settings.compile == "layers" and settings.kind != "update"
     require(not by_layer, "compile='layers' is for updates; use 'on' or 'off'")
+    layers = settings.num_layers
+    require(layers is None or layers >= 1, f"num_layers must be at least 1, got {layers}")
     require(settings.pairs > 0 or settings.memory, "pairs must be at least 1 unless memory is measured")
     require(settings.cuda or not settings.memory, "memory is measured on CUDA alone; leave it out")
     settings.launch_modes()

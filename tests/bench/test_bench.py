@@ -16,7 +16,7 @@ from saf.errors import InputError, SafError, UnsupportedError
 from saf.heads import HeadSet
 from saf.machine import GraphPool
 from saf.ops import frozen_attention
-from saf.synthetic import synthetic_patterns
+from saf.synthetic import MEASURED_SHARES, heads_per_layer, synthetic_patterns
 from tests.transformers_models import make
 
 TOY: dict[str, Any] = {
@@ -62,6 +62,15 @@ def test_flex_attention_is_causal_attention():
     query, key, value = torch.randn(3, 2, 4, 200, 16).unbind()
     (output,) = FlexAttention(200, torch.device("cpu"))(query, key, value, None, None)
     torch.testing.assert_close(output, scaled_dot_product_attention(query, key, value, is_causal=True))
+
+
+@pytest.mark.parametrize(("layers", "heads"), [(12, 12), (36, 8), (1, 3)])
+@pytest.mark.parametrize("rate", [0.1, 0.25, 0.5, 1.0])
+def test_layers_have_the_shares_that_selection_takes(layers, heads, rate):
+    counts = heads_per_layer(num_layers=layers, num_heads=heads, rate=rate)
+    assert (sum(counts), max(counts) <= heads) == (round(rate * layers * heads), True)
+    if (layers, rate) == (12, 0.25):
+        assert counts == [round(12 * share) for share in MEASURED_SHARES]
 
 
 def test_update():
@@ -180,6 +189,7 @@ REFUSALS: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("prefill", {"model": FOLDER, "points": ("128x1",)}, InputError, "at most 64"),
     ("op", {"model": FOLDER}, InputError, "must be a preset"),
     ("op", {"pruned": True}, InputError, "whole models"),
+    ("prefill", {"model": "tiny", "num_layers": 0}, InputError, "at least 1"),
     ("decode", {"model": FOLDER}, InputError, "no cache"),
     ("prefill", {"model": ORDINARY}, InputError, "no frozen or pruned heads"),
 ]

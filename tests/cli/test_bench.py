@@ -30,3 +30,10 @@ def test_a_refused_measurement_shows_no_ratio(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "whole layer, forward" in out
     assert max(len(line) for line in out.splitlines() if line.startswith("│")) <= 80
+
+
+def test_nothing_measured_is_an_error(tmp_path):
+    path = tmp_path / "bench.json"
+    with pytest.raises(UnsupportedError, match="nothing could be measured"):
+        run("update", "--out", path, "--model", "tiny", "--points", "16x1x1", "--seconds", "1e-3")
+    assert read_json(path)["left_out"]
