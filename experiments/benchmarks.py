@@ -54,6 +54,15 @@ def named(by_name: Mapping[str, Record]) -> list[Record]:
     return records
 
 
+def without_path(record: Record) -> Record:
+    """Return a record in which the folder of a model, which says nothing to a reader, is "a trained model"."""
+    settings, name = record["settings"], "a trained model"
+    if settings.get("model") in (None, *PRESETS, *TRANSFORMERS):
+        return record
+    rows = [{**row, "model": name} if "model" in row else row for row in record["rows"]]
+    return {**record, "settings": {**settings, "model": name}, "rows": rows}
+
+
 def frame(lines: Iterable[Cells], words: Sequence[str]) -> pd.DataFrame:
     """Return lines as a table of text without empty columns, its index joined from the columns that are `words`."""
     shown = [{name: value for name, value in line.items() if not name.startswith("_")} for line in lines]

@@ -13,7 +13,7 @@ from typing import Any
 import pandas as pd
 
 from experiments.analyses import ANALYSES, analysis_figure
-from experiments.benchmarks import TABLES, memory, named, read_benchmarks
+from experiments.benchmarks import TABLES, memory, named, read_benchmarks, without_path
 from experiments.figures import costs_figure, recipe_figure, speedups_figure
 from experiments.measurements import Measurement, records_of
 from experiments.recipe import Recipe, recipe
@@ -365,7 +365,7 @@ def _measured(
         kind, seed = record["kind"], f", seed {record['experiment']['seed']}" if len(records) > 1 else ""
         name = f"{recipe.title}, {each.name}{seed}"
         if kind in TABLES:
-            own = named({each.name: {**record, "quoted_as": each.quoted_as}})
+            own = named({each.name: {**without_path(record), "quoted_as": each.quoted_as}})
             for title, frame in TABLES[kind](own):
                 yield _rated(frame, SPEED_COLUMNS, heading=heading, title=f"{name}: {title}", cells=where)
             if record["memory"]:

@@ -58,6 +58,10 @@ def test_a_recipes_benchmarks_are_shown_and_drawn_beside_the_papers_numbers(tmp_
     assert table.title == "Updates after freezing, batches: 124m"
     assert table.frame.loc["4096x8x4; 25% frozen, toeplitz", ["speedup", "paper"]].tolist() == ["1.081×", "1.056×"]
     assert "25% frozen, toeplitz" in figure.picture[2]
+    folder = {**measured, "settings": {**measured["settings"], "model": "runs/frozen"}}
+    folder["rows"] = [{**row, "model": "runs/frozen"} for row in measured["rows"]]
+    write_json(tmp_path / "measurements" / "training_systems.batches" / "once.json", folder)
+    assert next(recipe_blocks(shown, tmp_path)).title == "Updates after freezing, batches: a trained model"
 
 
 def test_every_committed_scale_is_shown():
