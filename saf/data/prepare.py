@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from hashlib import blake2b
+from hashlib import blake2b, sha256
 from importlib.metadata import version
 from itertools import chain, groupby, islice
 from operator import itemgetter
@@ -27,14 +27,14 @@ from saf.data.loader import PARTITIONS, TokenData, file_sizes, read_index, write
 from saf.data.reading import Source
 from saf.data.tokenizer import Tokenizer, train_bpe
 from saf.errors import DataError, InputError, SafWarning, check_name
-from saf.records.files import file_hash, locked, new_folder, restore_replaced_
+from saf.records.files import locked, new_folder, restore_replaced_
 
 # Chosen, not measured: a corpus of ten million tokens still holds out half a million, 122 windows of 4,096.
 _HELDOUT_FRACTION = 0.05
 # Bytes that are tokenised at once, and characters at which a document is cut: tokenising takes some 150 times a text's
 # size in memory.
 _BATCH_BYTES, _LONGEST_DOCUMENT = 2**21, 2**23
-_BLOCK = 2**20  # tokens that are counted at once
+_BLOCK = 2**21  # bytes of tokens that are counted at once
 # Characters of the longest piece in the tokenizer's sample; how many times the sample's size is read to draw it from.
 _SAMPLE_PIECE, _LOOK_AHEAD = 2**16, 16
 # Length of the longest document that is held out, as a share of the text to hold out; the second share applies where
@@ -330,13 +330,15 @@ def _write(
     """Write the tokens of a partition's documents, `members` in order, and return its entries of the index."""
     with open(path, "wb") as file:
         file.writelines(_pieces(ids, tokens * dtype.itemsize, members))
-    counts = np.zeros(vocabulary, dtype=np.int64)
+    # By blocks, not by documents: each count of a block goes through the whole vocabulary.
+    digest, counts = sha256(), np.zeros(vocabulary, dtype=np.int64)
     with open(path, "rb") as file:
-        while len(block := np.fromfile(file, dtype, _BLOCK)):
-            counts += np.bincount(block, minlength=vocabulary)
+        while block := file.read(_BLOCK):
+            digest.update(block)
+            counts += np.bincount(np.frombuffer(block, dtype), minlength=vocabulary)
     share = counts[counts > 0] / max(counts.sum(), 1)
     entropy = max(0.0, float(-(share * np.log(share)).sum())) if len(share) else None  # 0.0 in place of -0.0
-    return {"tokens": int(counts.sum()), "unigram_entropy": entropy, "sha256": file_hash(path)}
+    return {"tokens": int(counts.sum()), "unigram_entropy": entropy, "sha256": digest.hexdigest()}
 
 
 # --- partitions
