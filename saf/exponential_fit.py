@@ -185,6 +185,8 @@ def _fit_group(
 
 # Nats by which an FFT may miss the logarithm of a row sum of the compact fit.
 _LOST = 1e-3
+# Errors of an FFT in float64, as a share of the largest sum.
+_ROUNDING = 1e-14
 
 
 def _row_and_marginal_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,6 +202,8 @@ def _row_and_marginal_sums(logits: Tensor) -> tuple[Tensor, Tensor]:
     last = (factors[0] * factors[1, :, :1]).clamp(min=1e-300)
     rows = torch.maximum(torch.fft.irfft(spectra[0] * spectra[1], 2 * length)[..., :length], last)
     correlations = torch.fft.irfft(spectra.conj() * torch.fft.rfft(1 / rows, 2 * length), 2 * length)[..., :length]
+    # Sums that are nothing but rounding may be negative, and would count beside a weight as small as they are.
+    correlations = correlations.where(correlations > _ROUNDING * correlations.amax(-1, keepdim=True), 0.0)
     # Column sums are correlations of 1 / Z with exp(rho), diagonal sums with exp(alpha): hence the flip.
     return rows, correlations.flip(0) * factors
 
