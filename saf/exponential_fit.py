@@ -108,9 +108,8 @@ def fit_exponential_heads(
     """Return an accepted pattern for each of the compact fits `[N, T]` of these marginals `[N, T]`.
 
     A head gets 16 poles if they stay within `max_extra_kl` and `max_cancellation`, else 32, else keeps its compact fit,
-    as does a head too sharp for an FFT.
-    The short form of alpha is taken if it costs at most `max_short_kl` nats more and stays within both limits; with
-    None it is not tried, and every key has its own logit.
+    as does a head too sharp for an FFT. The short form of alpha is taken if it costs at most `max_short_kl` nats more
+    and stays within both limits; with None it is not tried, and every key has its own logit.
     """
     if band < 1:
         raise InputError(f"band must be at least 1, got {band}")
