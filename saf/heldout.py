@@ -36,8 +36,8 @@ _MAX_REFUSED = 8
 """Heads beyond the budget before a search by joint cost ends: the heads that follow cost more."""
 _LAYER_SEQUENCES = 4
 """Sequences that show the costliest layer: one pass over them for every layer that lost heads."""
-_MOST_LOGITS = 2**28
-"""Logits of a forward pass on a GPU: 1 GiB in float32."""
+_SHARE_OF_MEMORY = 1 / 16
+"""Largest share of a GPU's memory for the logits of a pass, in float32; training needs some four times as much."""
 
 
 # --- the loss
@@ -68,10 +68,14 @@ def _mean(means: Sequence[float], tokens: Sequence[int]) -> float:
 
 def rows_at_once(language: Adapter, sequences: Sequence[Tensor]) -> Iterator[Tensor]:
     """Yield sequences `[1, T]` on the model's device, on a GPU as many of one length as their logits allow."""
+    device, logits = language.device, 0
+    if device.type == "cuda":
+        # Of all memory, not of what is free: losses that are compared need passes of one shape.
+        logits = int(_SHARE_OF_MEMORY * torch.cuda.get_device_properties(device).total_memory) // 4
     for length, rows in groupby(sequences, key=lambda row: row.shape[1]):
-        most = max(1, _MOST_LOGITS // (length * (language.vocab_size or 1))) if language.device.type == "cuda" else 1
+        most = max(1, logits // (length * (language.vocab_size or 1)))
         for part in torch.cat([*rows]).split(most):
-            yield part.to(language.device)
+            yield part.to(device)
 
 
 def perplexity_rise(before: float, after: float) -> float:
