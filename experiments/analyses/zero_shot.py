@@ -49,8 +49,10 @@ CHOICES: dict[str, dict[str, Any]] = {
     "forward_kl": {"score": "forward_kl"},
     "random": {"score": "random"},
     "joint_cost": {"score": "forward_kl", "joint_cost": True},
+    # As good a choice for pruning: the candidates of the paper's score for it, by what pruning them costs together.
+    "pruning_cost": {"score": "gate_taylor", "joint_cost": True, "operation": "prune"},
 }
-"""The settings of `FreezeConfig` by the name of a way to choose heads."""
+"""The settings of `FreezeConfig` by the name of a way to choose heads; pruning_cost prunes them."""
 STYLES = {" pruned": "--", " in linear time": ":"}
 """Line styles of controls in the figure, in the colour of the score whose heads they have."""
 
@@ -75,15 +77,16 @@ class ZeroShot(RunsModel):
     """Number of questions of each task; all by default."""
     too_long: TooLong = "refuse"
     """Treatment of questions longer than a calibration sequence: refuse them, or cut their beginning."""
-    scores: tuple[Literal["variance", "variance_spread", "forward_kl", "random", "joint_cost"], ...] = (
+    scores: tuple[Literal["variance", "variance_spread", "forward_kl", "random", "joint_cost", "pruning_cost"], ...] = (
         "variance",
         "forward_kl",
     )
-    """Scores that choose heads; variance_spread takes three of a layer at most, joint_cost those that cost least."""
+    """Scores that choose heads; variance_spread takes three of a layer at most, joint_cost those that cost least, and
+    pruning_cost prunes those whose pruning costs least."""
     rates: tuple[float, ...] = (0.1, 0.2, 0.3)
     """Shares of the eligible heads: the live ones of layers that can be frozen, without a sliding window."""
     controls: bool = False
-    """Also prune the heads of each arm, and freeze those by joint cost in linear time."""
+    """Also prune the heads of each frozen arm, and freeze those by joint cost in linear time."""
     max_fit_kl: float = FreezeConfig.max_fit_kl
     """Largest KL of an accepted fit, nats per row."""
     sequences: int = 512
@@ -133,7 +136,7 @@ class ZeroShot(RunsModel):
         arms: list[PlannedArm] = []
         for score, rate in itertools.product(self.scores, self.rates):
             arms.append(chosen := PlannedArm(score, rate))
-            if self.controls:
+            if self.controls and score != "pruning_cost":
                 arms.append(PlannedArm(f"{score} pruned", rate, heads_of=chosen.title))
             if self.controls and score == "joint_cost":
                 arms.append(PlannedArm(f"{score} in linear time", rate, heads_of=chosen.title))
@@ -278,7 +281,9 @@ class Study:
         event = {**CHOICES[planned.score], "count": heads_at_rate(planned.rate, self.head["eligible"])}
         if planned.score == "random":
             event["seed"] = self.settings.calibration_seed
-        return FreezeConfig(**event, storage="compact", max_fit_kl=self.settings.max_fit_kl)
+        if "operation" not in event:
+            event |= {"storage": "compact", "max_fit_kl": self.settings.max_fit_kl}
+        return FreezeConfig(**event)
 
     def _freeze(self, opened: OpenedModel, config: FreezeConfig, title: str) -> FreezeReport:
         count, seed, data = self.settings.sequences, self.settings.calibration_seed, opened.data

@@ -270,29 +270,39 @@ _HEALED = {
 }  # fmt: skip
 
 
-def _pretrained(model: str, **settings: object) -> Measurement:
+def _pretrained(model: str, *, name: str | None = None, **settings: object) -> Measurement:
     smoke = {
         "on": (checkpoint("4k-ordinary", 1.0),), "data": DATA, "other": DATA,
         "rates": (0.5,), "sequences": 8, "length": 32, "batch_size": 4, "choosing": 4, "windows": 4, "heal": 256,
         "tasks": ("piqa", "sst2"), "questions": 2,
     }  # fmt: skip
     return Measurement(
-        name=model,
+        name=name or model,
         program="experiments.analyses zero-shot",
         on=(model,),
         settings={"data": f"{model}-text", **_HEALED, **settings},
         scaled={"small": {"questions": 500}, "smoke": smoke},
-        smoke=model == _SMOLLM2,
+        smoke=model != _GEMMA,
     )
 
 
 RECIPES["pretrained"] = Recipe(
     title="Pretrained models",
     source=paper.QWEN_ZERO_SHOT,
-    # 12 of Gemma's 72 heads are eligible: 5% and 10% of them are the same one.
     measurements=(
         _pretrained(_SMOLLM2, batch_size=16),
+        # 12 of Gemma's 72 heads are eligible: 5% and 10% of them are the same one.
         _pretrained(_GEMMA, bos=True, batch_size=16, rates=(0.1, 0.2, 0.3)),
+        # Pruning with heads of its own choice, by the same procedure.
+        _pretrained(
+            _SMOLLM2,
+            name=f"{_SMOLLM2} against pruning",
+            batch_size=16,
+            scores=("joint_cost", "pruning_cost"),
+            controls=False,
+            rates=(0.05, 0.1, 0.2),
+            choosing=128,
+        ),
     ),
     notes=(
         f"Models are the folders {_SMOLLM2} (SmolLM2-135M-Instruct) and {_GEMMA} (gemma-3-270m). Their texts are "
