@@ -26,7 +26,7 @@ from saf.machine import Execution
 from saf.models import GPT, GPTConfig
 from saf.models.gpt import BASE, Rotary, rotate
 from saf.ops import BACKENDS, FrozenHeads, choose_backend, frozen_attention, live_attention, mixed_attention
-from saf.ops.heads import flat_heads
+from saf.ops.tensors import flat_heads
 from saf.patterns import CompactPattern
 from saf.surgery import install_, prune_, uninstall_
 from saf.synthetic import synthetic_patterns

@@ -19,7 +19,7 @@ from experiments.tables import scientific
 from saf.bench.models import shape_of
 from saf.hf.families import TRANSFORMERS
 from saf.models.gpt import PRESETS
-from saf.ops.fused.op import are_few
+from saf.ops.fused import are_few
 from saf.records.files import read_json
 from saf.records.table import MISSING, natural_order, number, seconds
 from saf.report.benchmarks import SPEEDS, means, memory_cells, shape, speed_cells, table_title

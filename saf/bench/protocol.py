@@ -34,9 +34,8 @@ from saf.errors import InputError, UnsupportedError, check_name
 from saf.machine import Call, Compile, Device, Execution, GraphPool, clean_process, wait_for
 from saf.ops.backend import Backend, Tables
 from saf.ops.frozen_heads import BACKENDS
-from saf.ops.heads import take_heads
 from saf.ops.live import FLASH_DECODE, KERNELS
-from saf.ops.positions import CachePosition
+from saf.ops.tensors import CachePosition, take_heads
 from saf.patterns import Pattern
 from saf.records.table import byte_size, change_percent, signed
 

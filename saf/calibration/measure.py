@@ -18,8 +18,8 @@ from torch.nn.functional import pad
 
 from saf.errors import InputError, check_name
 from saf.heads import HeadSet
+from saf.ops.backend import TRITON_DTYPES, has_triton
 from saf.ops.live import capped, score_scale
-from saf.ops.operator import TRITON_DTYPES, has_triton
 from saf.statistics import FLOOR
 
 MAX_DIM = 256  # most channels of a head that the kernels take: two steps of 128 fit into registers

@@ -25,10 +25,8 @@ from saf.hf.families import Family
 from saf.models.adapter import Receiver, Removed
 from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
 from saf.ops.frozen_heads import LayoutMixin, beyond_patterns
-from saf.ops.heads import cached_order, join_heads
-from saf.ops.linear.op import RecurrentState
-from saf.ops.operator import is_capturing
-from saf.ops.positions import CachePosition, device_assert, first_real, left_padding
+from saf.ops.linear import RecurrentState
+from saf.ops.tensors import CachePosition, cached_order, device_assert, first_real, join_heads, left_padding
 
 NAME = "saf"
 """The name of `attend` and `padding_mask` in transformers' registries, and of a layer's submodule with its state."""
@@ -395,8 +393,8 @@ def check_positions(mask: PassMask, position_ids: Tensor | None, cu_seq_lens: Te
     compiling = torch.compiler.is_compiling()
     if position_ids is None or position_ids.shape[-1] < 2:
         return
-    if not compiling and is_capturing(position_ids.device):  # the test below waits for the device
-        return
+    if not compiling and position_ids.is_cuda and torch.cuda.is_current_stream_capturing():
+        return  # the test below waits for the device
     steps = position_ids.diff(dim=-1)
     valid = steps == 1
     real = mask.padding if mask.positions is None else mask.positions.real

@@ -16,8 +16,8 @@ from transformers.cache_utils import DynamicLayer, StaticCache, StaticLayer
 from saf.errors import InputError, UnsupportedError, shown
 from saf.heads import HeadLayout
 from saf.ops.frozen_heads import FrozenHeads
-from saf.ops.heads import cached_order, take_heads
-from saf.ops.linear.op import RecurrentState
+from saf.ops.linear import RecurrentState
+from saf.ops.tensors import cached_order, take_heads
 
 OTHER_HEADS = "the cache was filled by other frozen heads, or by prefix tuning for all of them; make a new one"
 SAFE_OFFLOADING = (5, 20)

@@ -18,9 +18,8 @@ from saf.errors import InputError, UnsupportedError, check_name, shown
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, attention_products, frozen_attention, live_attention, summed
 from saf.ops.frozen_heads import LayoutMixin
-from saf.ops.heads import flat_heads
 from saf.ops.loss_and_gelu import gelu_linear, linear_cross_entropy, linear_log_probs
-from saf.ops.positions import left_padding
+from saf.ops.tensors import flat_heads, left_padding
 
 Position = Literal["rope", "learned"]
 BASE = 10_000.0

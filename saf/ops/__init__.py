@@ -2,21 +2,22 @@
 
     attention      checks a call and decides how it is computed
     frozen_heads   a layer's patterns, as its backend prepared them; the rule of backend "auto"; their layout on disk
-    backend        what a backend must offer; single rows of P V in PyTorch; the reference, oracle of the others
-    toeplitz/      backend of compact and dense patterns, the default
-    linear/        backend of exponential patterns, in linear time
-    fused/         backend with the paper's execution
-    flash_decode/  few queries after a cache, live and frozen heads in one launch
+    backend        how operators are registered; what a backend must offer; the reference, oracle of the others
+    toeplitz       backend of compact and dense patterns, the default
+    linear         backend of exponential patterns, in linear time
+    fused          backend with the paper's execution
+    flash_decode   few queries after a cache, live and frozen heads in one launch
     live           ordinary attention
     loss_and_gelu  what else of a model has kernels
+    tensors        heads and positions of the tensors that all of these take
 
-In each folder `op.py` begins with the formula and what computes it in plain PyTorch, `kernels.py` has it in Triton, and
-`op.py` ends with the registered operator, its gradient and the backend. The first call that runs a kernel imports
-`kernels.py`. Names that kernels share are in `launch`.
+An operation begins with the formula and what computes it in plain PyTorch, and ends with the registered operator, its
+gradient and the backend. Its Triton kernels are in the file NAME_kernels beside it, which the first call that runs one
+imports; names that kernels share are in `launch`.
 
-The gradient of frozen heads to values is dV = P^T dO: `value_gradient` in toeplitz/op.py and linear/op.py,
-`operand_gradients` in fused/op.py, `logit_gradients` in toeplitz/op.py where patterns are trained, autograd's own in
-`Reference` and for stored matrices (`dense_product`).
+The gradient of frozen heads to values is dV = P^T dO: `value_gradient` in toeplitz and linear, `operand_gradients` in
+fused, `logit_gradients` in toeplitz where patterns are trained, autograd's own in `Reference` and for stored matrices
+(`dense_product`).
 """
 
 from saf.ops.attention import (

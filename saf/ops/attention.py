@@ -16,14 +16,22 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saf.errors import InputError, UnsupportedError
-from saf.ops.flash_decode.op import MOST_ROWS, flash_decode, largest_group, unsupported_reason
+from saf.ops.backend import has_tangent
+from saf.ops.flash_decode import MOST_ROWS, flash_decode, largest_group, unsupported_reason
 from saf.ops.frozen_heads import BACKENDS, FrozenHeads, FrozenPart
-from saf.ops.fused.op import mix_few
-from saf.ops.heads import cached_order, flat_heads, join_heads, merge_slots, take_heads
-from saf.ops.linear.op import RecurrentState
+from saf.ops.fused import mix_few
+from saf.ops.linear import RecurrentState
 from saf.ops.live import FLASH_DECODE, check_kernel, live_attention
-from saf.ops.operator import has_tangent
-from saf.ops.positions import CachePosition, check_left_pad, unpadded
+from saf.ops.tensors import (
+    CachePosition,
+    cached_order,
+    check_left_pad,
+    flat_heads,
+    join_heads,
+    merge_slots,
+    take_heads,
+    unpadded,
+)
 
 # Largest B x T x H * D at which training joins live and frozen heads before the output product. Up to it the host is
 # slower than the device (docs/log.md, "Few tokens"): one product and a copy are launched faster than two products.

@@ -1,15 +1,77 @@
-"""`Backend`: what executes the frozen heads of a layer; rows of P V for a few queries; `Reference`, the oracle."""
+"""What executes frozen heads: operators `saf::*`, `Backend`, rows of P V for few queries, `Reference`, the oracle."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
-from saf.ops.heads import dense_product, merge_slots, take_heads
-from saf.ops.positions import CachePosition, unpadded
+from saf.errors import UnsupportedError
+from saf.ops.tensors import CachePosition, dense_product, merge_slots, take_heads, unpadded
 from saf.patterns import CompactPattern, Pattern
+
+# --- operators
+
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# At import: a search while compiled code is traced breaks the graph.
+_TRITON = find_spec("triton") is not None
+
+
+def has_triton() -> bool:
+    """Return whether Triton is installed; it is imported only when a kernel runs."""
+    return _TRITON
+
+
+def uses_triton(device: torch.device, dtype: torch.dtype) -> bool:
+    """Return whether operators on operands of `dtype` run as Triton kernels on this device."""
+    return device.type == "cuda" and dtype in TRITON_DTYPES and has_triton()
+
+
+def operator(
+    name: str, *, fake: Callable[..., Any], gradient: Callable[..., Any] | None = None,
+    context: Callable[..., None] | None = None, mutates: tuple[str, ...] = (),
+) -> Callable[[Callable], Any]:  # fmt: skip
+    """Register a function as the operator `saf::name`, for every device, and return the operator.
+
+    `fake` returns empty tensors of the result's true shape, strides and dtype. `gradient(ctx, *gradients)` returns the
+    gradients to its arguments, from what `context(ctx, inputs, output)` has put into `ctx`. The function may change
+    only arguments that it `mutates`, and returns none of its arguments.
+    """
+
+    # As `torch.library.custom_op`, without its checks in every call: those take the host longer than all the rest of an
+    # operator of one launch.
+    def register(function: Callable) -> Any:
+        torch.library.define(f"saf::{name}", torch.library.infer_schema(function, mutates_args=mutates))
+        # "default" stands for every device: the function itself chooses between Triton and PyTorch by its operands.
+        torch.library.impl(f"saf::{name}", "default", function)
+        torch.library.register_fake(f"saf::{name}", fake)
+        if gradient is not None:
+            torch.library.register_autograd(f"saf::{name}", gradient, setup_context=context)
+        return getattr(torch.ops.saf, name).default
+
+    return register
+
+
+def forbid_second_derivative() -> None:
+    """Raise UnsupportedError in a backward pass that is recorded to be differentiated (`create_graph=True`)."""
+    # PyTorch records a backward pass, with gradients enabled, only under create_graph=True. The operators called there
+    # have no gradient of their own: the second derivative would lack their part.
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise UnsupportedError("this gradient cannot be differentiated again; leave create_graph out")
+
+
+def has_tangent(*tensors: Tensor) -> bool:
+    """Return whether a tensor has a tangent (`torch.func.jvp`): registered operators would drop it silently."""
+    # Asking each tensor costs the host, so first whether any level of forward mode is open: -1 means none.
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+# --- backends
 
 Tables = dict[str, Any]
 """A backend's form of a layer's fixed patterns for values of one dtype: tensors and tuples by name.

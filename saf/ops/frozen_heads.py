@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from saf.errors import CheckpointError, InputError, UnsupportedError, check_name
 from saf.heads import EDITED, KINDS, HeadLayout
-from saf.ops.backend import Backend, Reference, Tables
-from saf.ops.fused.op import Fused
-from saf.ops.linear.op import Linear
-from saf.ops.operator import uses_triton
-from saf.ops.toeplitz.op import Toeplitz
+from saf.ops.backend import Backend, Reference, Tables, uses_triton
+from saf.ops.fused import Fused
+from saf.ops.linear import Linear
+from saf.ops.toeplitz import Toeplitz
 from saf.patterns import Pattern, is_trainable, pattern_for_each_head
 
 BACKENDS: dict[str, Backend] = {
@@ -238,7 +237,7 @@ def beyond_patterns(length: int, longest: int) -> str:
 def for_graphs(model: nn.Module) -> Iterator[None]:
     """Let the layers of `model` take what is fastest in a CUDA graph: warm up and capture inside, replay anywhere.
 
-    In a graph the host launches nothing, so that fewer prompts gain by one launch (`saf.ops.fused.op.HOST_BOUND`).
+    In a graph the host launches nothing, so that fewer prompts gain by one launch (`saf.ops.fused.HOST_BOUND`).
     Compilers guard on `replayed`: code compiled outside is compiled once more inside. Capture a program of its own
     (`saf.machine.own_program`), so that calls do not carry what graphs compiled.
     """

@@ -98,6 +98,21 @@ def padded_channels(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
+def product_precision(dtype: torch.dtype) -> str:
+    """Return how kernels multiply operands of `dtype` on CUDA: "tf32" for float32 where PyTorch's switches allow it.
+
+    All else is exact, "ieee". `torch.set_float32_matmul_precision` sets the switch of matrix products; without it the
+    general one counts.
+    """
+    if dtype != torch.float32:
+        return "ieee"
+    # Kernels follow PyTorch's switches, so that a frozen head is no less exact than the projections around it. "none"
+    # means that nobody has set the switch of products.
+    own = torch.backends.cuda.matmul.fp32_precision
+    general = torch.backends.fp32_precision  # type: ignore[attr-defined]
+    return "tf32" if "tf32" in (own, general if own == "none" else own) else "ieee"
+
+
 @triton.jit
 def add_product(acc, b_a, b_b, PRECISION: tl.constexpr):
     """Return acc + a b; float32 sums keep their accuracy over many steps."""

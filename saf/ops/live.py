@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from saf.errors import UnsupportedError, check_name
-from saf.ops.positions import visible_keys
+from saf.ops.tensors import visible_keys
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from saf.errors import InputError
-from saf.ops.operator import forbid_second_derivative, operator, uses_triton
+from saf.ops.backend import forbid_second_derivative, operator, uses_triton
 
 # The target of a token without loss, as in PyTorch.
 IGNORE_INDEX = -100

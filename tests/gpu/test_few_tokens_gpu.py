@@ -7,7 +7,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from saf.bench.record import kernels_of
 from saf.machine import GraphPool, GraphReplay
 from saf.ops import FrozenHeads, attention_products, for_graphs, mixed_attention, summed
-from saf.ops.fused.op import SHORT
+from saf.ops.fused import SHORT
 from tests.ops.hard_patterns import hard_patterns
 
 pytestmark = pytest.mark.gpu

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from saf.ops.operator import uses_triton
+from saf.ops.backend import uses_triton
 from tests.ops.hard_patterns import NAMES, real_patterns
 from tests.ops.layers import BUDGET, Case, run
 from tests.ops.properties import Frozen, problems

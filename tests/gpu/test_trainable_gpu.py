@@ -6,7 +6,7 @@ import torch
 from saf.heads import HeadSet
 from saf.models import GPT, preset
 from saf.ops import BACKENDS
-from saf.ops.toeplitz.op import trainable_product
+from saf.ops.toeplitz import trainable_product
 from saf.patterns import CompactPattern
 from saf.surgery import install_, pattern_parameters
 

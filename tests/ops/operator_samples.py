@@ -8,10 +8,10 @@ import torch
 
 import saf.ops.loss_and_gelu  # noqa: F401 (registers operators)
 from saf.ops import FrozenHeads
-from saf.ops.flash_decode.op import decode_maps
-from saf.ops.fused.op import operator_tables
-from saf.ops.linear.op import RecurrentState, exact_tables, linear_tables
-from saf.ops.operator import has_triton
+from saf.ops.backend import has_triton
+from saf.ops.flash_decode import decode_maps
+from saf.ops.fused import operator_tables
+from saf.ops.linear import RecurrentState, exact_tables, linear_tables
 from saf.patterns import CompactPattern
 from tests.ops.exponential_patterns import exponential_patterns
 
@@ -23,7 +23,7 @@ ONE_SHAPE = ("test_schema", "test_autograd_registration", "test_faketensor", "te
 def registered() -> set[str]:
     """Return the names of all operators of the library; where Triton is, the one that compilers look into too."""
     if has_triton():
-        import_module("saf.ops.fused.kernels")
+        import_module("saf.ops.fused_kernels")
     names = {name.split(".")[0] for name in torch._C._dispatch_get_all_op_names() if name.startswith("saf::")}
     return {name.removeprefix("saf::") for name in names}
 

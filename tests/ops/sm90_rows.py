@@ -9,15 +9,15 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from saf.ops.flash_decode.kernels import decode
-from saf.ops.fused.kernels import fused_backward, fused_forward
-from saf.ops.fused.op import COMPACT, DENSE, LIVE, FusedTables, head_maps, shifted_band
+from saf.ops.flash_decode_kernels import decode
+from saf.ops.fused import COMPACT, DENSE, LIVE, FusedTables, head_maps, shifted_band
+from saf.ops.fused_kernels import fused_backward, fused_forward
 from saf.ops.launch import launch as run
-from saf.ops.linear.kernels import fill, linear_matmul, step
-from saf.ops.linear.op import CHUNK, TURNS, LinearTables
+from saf.ops.linear import CHUNK, TURNS, LinearTables
+from saf.ops.linear_kernels import fill, linear_matmul, step
 from saf.ops.loss_and_gelu_kernels import gelu, gelu_backward, softmax_gradient
-from saf.ops.toeplitz.kernels import ToeplitzConfig, choose_config, convolve, toeplitz_matmul
-from saf.ops.toeplitz.op import PAD, TILE
+from saf.ops.toeplitz import PAD, TILE
+from saf.ops.toeplitz_kernels import ToeplitzConfig, choose_config, convolve, toeplitz_matmul
 
 NAMES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int32: "i32",

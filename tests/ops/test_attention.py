@@ -7,9 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from saf.errors import InputError, UnsupportedError
 from saf.heads import HeadLayout
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
-from saf.ops.heads import cached_order
-from saf.ops.operator import product_precision
-from saf.ops.positions import CachePosition
+from saf.ops.launch import product_precision
+from saf.ops.tensors import CachePosition, cached_order
 from saf.patterns import DensePattern, TrainablePattern
 from saf.synthetic import synthetic_patterns
 from tests.ops.hard_patterns import hard_patterns, random_pattern

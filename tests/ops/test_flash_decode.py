@@ -6,7 +6,7 @@ from torch.autograd import forward_ad
 
 from saf.errors import UnsupportedError
 from saf.ops import FrozenHeads, mixed_attention
-from saf.ops.flash_decode import op
+from saf.ops import flash_decode as op
 from saf.synthetic import synthetic_patterns
 
 

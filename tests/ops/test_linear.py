@@ -5,7 +5,7 @@ import torch
 
 from saf.errors import InputError, UnsupportedError
 from saf.ops import FrozenHeads, frozen_attention
-from saf.ops.linear.op import exact_tables, linear_product, linear_tables
+from saf.ops.linear import exact_tables, linear_product, linear_tables
 from saf.patterns import DensePattern, ExponentialPattern, TrainablePattern
 from tests.ops.exponential_patterns import exponential_patterns
 from tests.ops.hard_patterns import hard_patterns

@@ -5,8 +5,8 @@ import torch
 from torch.nn import functional as F
 
 from saf.ops import loss_and_gelu
-from saf.ops.heads import take_heads
 from saf.ops.loss_and_gelu import gelu_linear
+from saf.ops.tensors import take_heads
 
 
 def test_gelu_before_a_projection_has_its_gradients_and_keeps_the_input_alone(monkeypatch):

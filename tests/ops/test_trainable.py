@@ -5,11 +5,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import saf.ops.toeplitz.op as module
+import saf.ops.toeplitz as module
 from saf.errors import InputError, UnsupportedError
 from saf.ops import BACKENDS, FrozenHeads, choose_backend, frozen_attention, mixed_attention
-from saf.ops.heads import take_heads
-from saf.ops.toeplitz.op import compact_tables, level_logits
+from saf.ops.tensors import take_heads
+from saf.ops.toeplitz import compact_tables, level_logits
 from saf.patterns import CompactPattern, DensePattern, TrainablePattern
 from tests.ops.hard_patterns import random_pattern
 from tests.ops.kernels.logits import NAMES, Case, dense_gradients, drawn, errors

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from saf.ops.flash_decode.kernels import merge as MERGE
+from saf.ops.flash_decode_kernels import merge as MERGE
 
 LIMITS = {"float32": 1e-6, "float16": 1.5e-3, "bfloat16": 8e-3}
 """Relative L2 errors, of live heads (softmax weights rounded to the dtype) and of frozen ones."""
@@ -51,9 +51,9 @@ def run(case: Case | int, device: str) -> list[str]:
     if isinstance(case, int):
         return _merged(case, device)
     from saf.ops import FrozenHeads, frozen_attention, mixed_attention
-    from saf.ops.flash_decode import kernels, op
-    from saf.ops.heads import cached_order
-    from saf.ops.positions import CachePosition
+    from saf.ops import flash_decode as op
+    from saf.ops import flash_decode_kernels as kernels
+    from saf.ops.tensors import CachePosition, cached_order
     from saf.synthetic import synthetic_patterns
 
     kernels.PART_KEYS, op.uses_triton = case.part_keys, lambda device, dtype: True

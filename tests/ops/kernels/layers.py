@@ -58,7 +58,7 @@ def run(case: Case | tuple, device: str) -> list[str]:
 
 def few_tokens(kv_head: tuple[int, ...], device: str) -> list[str]:
     """Mix few tokens in the one launch of backend `toeplitz`: at most twice as far off as dense patterns and SDPA."""
-    import saf.ops.fused.op as fused
+    import saf.ops.fused as fused
 
     fused.serves_few = lambda device, dtype: True
     generator = torch.Generator().manual_seed(0)
@@ -82,10 +82,11 @@ LAUNCHED: list[str] = []
 
 def _kernels_in_place(device: str) -> None:
     """Let the interpreter stand in for a device, and note every kernel launched from then on."""
+    from saf.ops import fused_kernels as fused
     from saf.ops import launch
-    from saf.ops.fused import kernels as fused
-    from saf.ops.fused.op import Fused
-    from saf.ops.toeplitz import kernels, op
+    from saf.ops import toeplitz as op
+    from saf.ops import toeplitz_kernels as kernels
+    from saf.ops.fused import Fused
 
     if device == "cpu":
         Fused.unsupported_reason = lambda self, device, dtype: None  # type: ignore[method-assign]

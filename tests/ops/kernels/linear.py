@@ -5,7 +5,7 @@ from functools import partial
 
 import torch
 
-from saf.ops.linear.op import exact_tables, linear_tables
+from saf.ops.linear import exact_tables, linear_tables
 from tests.ops.exponential_patterns import exponential_patterns
 from tests.ops.nan_memory import inside_nan, wrong_product
 
@@ -59,7 +59,7 @@ CASES = FORWARD | {
 
 def run(case: Case, device: str) -> list[str] | None:
     """Return which limits of `wrong_product` break."""
-    from saf.ops.linear.kernels import LinearConfig, linear_matmul
+    from saf.ops.linear_kernels import LinearConfig, linear_matmul
 
     if case.dtype == "bfloat16" and device == "cpu":
         return None

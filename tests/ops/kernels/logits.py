@@ -77,9 +77,9 @@ def run(case: Case | Convolution, device: str) -> list[str]:
 
 def _gradients(case: Case, device: str) -> list[str]:
     """At most twice the error of plain autograd; the interpreter multiplies bfloat16 numbers as float32 ones."""
-    import saf.ops.toeplitz.kernels as kernels
-    import saf.ops.toeplitz.op as module
-    from saf.ops.toeplitz.op import compact_tables, level_logits
+    import saf.ops.toeplitz as module
+    import saf.ops.toeplitz_kernels as kernels
+    from saf.ops.toeplitz import compact_tables, level_logits
 
     value, upstream, alpha, rho = drawn(case, device)
     expected = dense_gradients(value.double(), upstream.double(), alpha.double(), rho.double())
@@ -106,7 +106,7 @@ def _exact_product(kernel):
 
 def _convolution(case: Convolution, device: str) -> list[str]:
     """Some hundred signed terms, added in blocks: a few roundings of the sum of their sizes; inputs not contiguous."""
-    from saf.ops.toeplitz.kernels import convolve
+    from saf.ops.toeplitz_kernels import convolve
 
     generator = torch.Generator(device).manual_seed(0)
     dtype = getattr(torch, case.dtype)

@@ -5,8 +5,8 @@ import itertools
 
 import torch
 
-from saf.ops.linear import op
-from saf.ops.linear.op import RecurrentState, exact_tables, fill_state, linear_tables, step_state
+from saf.ops import linear as op
+from saf.ops.linear import RecurrentState, exact_tables, fill_state, linear_tables, step_state
 from tests.ops.exponential_patterns import exponential_patterns
 
 TOLERANCE = {"float32": 1e-6, "bfloat16": 4.5e-3}

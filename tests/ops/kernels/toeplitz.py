@@ -56,8 +56,8 @@ CASES = FORWARD | {
 
 def run(case: Case, device: str) -> list[str] | None:
     """Return which limits of `wrong_product` break."""
-    from saf.ops.toeplitz.kernels import ToeplitzConfig, toeplitz_matmul
-    from saf.ops.toeplitz.op import make_tiles
+    from saf.ops.toeplitz import make_tiles
+    from saf.ops.toeplitz_kernels import ToeplitzConfig, toeplitz_matmul
 
     if case.dtype == "bfloat16" and device == "cpu":
         return None

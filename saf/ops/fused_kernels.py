@@ -7,7 +7,7 @@
 
 P is softmax(scale Q K^T) for live heads, exp(rho(i - j) + alpha(j) - log Z(i)) for compact ones (Eq. 3), rebuilt tile
 by tile, and read from memory for dense ones. Exponentials are powers of two: scores, alpha, rho and log Z are in units
-of log 2. Tiles in the key-block kernel are [key, query], transposed weights. Names are those of saf/ops/launch.py.
+of log 2. Tiles in the key-block kernel are [key, query], transposed weights. Names are those of launch.py.
 """
 
 from collections.abc import Sequence
@@ -18,9 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.ops.fused.op import PAD, FusedTables
-from saf.ops.heads import heads_like
+from saf.ops.fused import PAD, FusedTables
 from saf.ops.launch import add_product, cdiv, launch, padded_channels, strides
+from saf.ops.tensors import heads_like
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
@@ -196,7 +196,7 @@ def fused_forward_kernel(
     b_out = tl.zeros((BM, DP), dtype=tl.float32)
     scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
 
-    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in op.py. Nested ifs, because HAS_* are compile-time
+    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in fused.py. Nested ifs, because HAS_* are compile-time
     # constants: the code of an absent kind is left out.
     if HAS_LIVE:  # noqa: SIM102
         if state == 0:

@@ -4,7 +4,7 @@
     frozen heads  o_i = sum_j P(i, j) v_j,  P(i, j) = exp(rho(i - j)) exp(alpha(j)) / Z(i)   (Eq. 3)
 
 Keys are cut into parts that are summed at the same time, so that one query of few heads fills a device; a second launch
-merges the parts (kernels.py). In plain PyTorch the sums are `live_attention` and `Backend.rows`. The launch serves
+merges the parts. In plain PyTorch the sums are `live_attention` and `Backend.rows`. The launch serves
 decoding and the few tokens of assisted generation; longer passes take PyTorch's kernels. Layers with frozen heads take
 it by themselves where it can run, ordinary ones where it is named: with grouped queries after 64K tokens a step takes
 2.4 ms, by PyTorch's kernel 17.6 (Qwen3-4B's shape, 12 layers, H200; docs/log.md).
@@ -13,11 +13,9 @@ it by themselves where it can run, ordinary ones where it is named: with grouped
 import torch
 from torch import Tensor
 
-from saf.ops.backend import Tables, ValueHeads
-from saf.ops.heads import cached_order, heads_like, unit_stride
+from saf.ops.backend import Tables, ValueHeads, has_tangent, operator, uses_triton
 from saf.ops.live import score_scale
-from saf.ops.operator import has_tangent, operator, uses_triton
-from saf.ops.positions import CachePosition
+from saf.ops.tensors import CachePosition, cached_order, heads_like, unit_stride
 
 # Dtypes of values: in float32 the keys and values read at once exceed a multiprocessor's shared memory.
 DTYPES = (torch.bfloat16, torch.float16)
@@ -64,7 +62,7 @@ def unsupported_reason(
     operands = (query, key, value)
     if not uses_triton(value.device, value.dtype) or {one.dtype for one in operands} - {*DTYPES}:
         return f"needs a CUDA device and values of 16 bits, got {value.device.type} and {value.dtype}: cast the model"
-    # Frozen slots have no such limit: without keys to read, more programs share a value head (BLOCKS in kernels.py).
+    # Frozen slots have no such limit: without keys to read, more programs share a value head (BLOCKS).
     if (group := largest_group(live_kv)) > MOST_ROWS:
         return f"takes at most {MOST_ROWS} query heads of a KV head, got {group}"
     if has_tangent(*operands):
@@ -91,7 +89,7 @@ def decode_heads(
     of the first value heads. `patterns` are `distance`, `key_scale` and `row_scale` `[F, >=T]`; none without frozen
     heads. The first query stands at `first` (`[]`, on the device), at `host_first` where that is None.
     """
-    from saf.ops.flash_decode.kernels import decode
+    from saf.ops.flash_decode_kernels import decode
 
     out = _heads_like(query, key, value, maps, patterns)
     if out.numel():

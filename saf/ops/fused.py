@@ -7,7 +7,7 @@
     backward       dV = P^T dO of all heads, dQ and dK of live ones   (section 3.3)
 
 In plain PyTorch these are `live_attention` and `Reference` (saf/ops/backend.py). Here are the tables, the operator with
-its gradients, and the backend; kernels.py has the launches. The backend is the paper's row in every benchmark;
+its gradients, and the backend; fused_kernels.py has the launches. The backend is the paper's row in every benchmark;
 `toeplitz` is faster. It takes whole sequences without padding.
 
 Backend `toeplitz` uses its forward launch for few tokens without gradients (`mix_few`), where a launch costs more than
@@ -22,11 +22,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from saf.ops.backend import Backend, Tables, ValueHeads
-from saf.ops.heads import heads_like, take_heads, unit_stride
+from saf.ops.backend import TRITON_DTYPES, Backend, Tables, ValueHeads, forbid_second_derivative, has_triton, operator
 from saf.ops.live import score_scale
-from saf.ops.operator import TRITON_DTYPES, forbid_second_derivative, has_triton, operator
-from saf.ops.positions import unpadded
+from saf.ops.tensors import heads_like, take_heads, unit_stride, unpadded
 from saf.patterns import Pattern
 
 # Kinds of a head in the kernels: ordinary attention, a compact pattern, a dense one.
@@ -85,7 +83,7 @@ def head_maps(state: Sequence[int], value: Sequence[int], device: torch.device |
     slot = [state[:head].count(state[head]) for head in heads]  # among heads of the same kind
     live = [head for head in heads if state[head] == LIVE]
     used = sorted({value[head] for head in live})
-    # Where every value head serves one head the backward kernel has no loop over heads (`GROUPED` in kernels.py).
+    # Where every value head serves one head the backward kernel has no loop over heads (`GROUPED`).
     one_to_one = sorted(value) == list(range(num_value_heads))
     bounds = [] if one_to_one else range(num_value_heads + 1)
     maps = {
@@ -158,7 +156,7 @@ def fused_product_backward(
     tables: list[Tensor], counts: list[int], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients to query, key and value, of frozen heads dV = P^T dO alone (section 3.3 of the paper)."""
-    from saf.ops.fused.kernels import fused_backward
+    from saf.ops.fused_kernels import fused_backward
 
     gradient, query, key, value = (unit_stride(x) for x in (gradient, query, key, value))
     return fused_backward(gradient, query, key, value, output, log_sums, FusedTables(*tables), counts, scale)
@@ -192,7 +190,7 @@ def fused_product(
     `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `tables` are the tensors of `FusedTables`,
     `counts` the numbers of live, compact and dense heads.
     """
-    from saf.ops.fused.kernels import fused_forward
+    from saf.ops.fused_kernels import fused_forward
 
     query, key, value = (unit_stride(x) for x in (query, key, value))
     return fused_forward(query, key, value, FusedTables(*tables), counts, scale)
@@ -313,7 +311,7 @@ def mix_few(
     factor = score_scale(scale, value.shape[-1])
     # Only code that Dynamo traces launches the kernel itself by this form; elsewhere it is slower than the operator.
     if torch.compiler.is_dynamo_compiling():
-        from saf.ops.fused.kernels import visible_forward
+        from saf.ops.fused_kernels import visible_forward
 
         return visible_forward(unit_stride(query), unit_stride(key), unit_stride(value), *arguments, factor)
     return fused_product(query, key, value, *arguments, factor)[0]

@@ -14,10 +14,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from saf.ops.heads import heads_like
-from saf.ops.launch import add_product, cdiv, launch, shared_memory, strides
-from saf.ops.operator import product_precision
-from saf.ops.toeplitz.op import TILE
+from saf.ops.launch import add_product, cdiv, launch, product_precision, shared_memory, strides
+from saf.ops.tensors import heads_like
+from saf.ops.toeplitz import TILE
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.

@@ -13,7 +13,7 @@ stretch is the run of chunks that one program computes. A product takes three la
     mix_kernel      y, from the state at the beginning of each stretch     [B, F, T, D]
 
 With REVERSE chunks are counted from the last position, so that the same kernels compute P^T x. `fill_kernel` writes the
-state of decoding after a prompt, `step_kernel` goes on from it row by row. Names are those of saf/ops/launch.py.
+state of decoding after a prompt, `step_kernel` goes on from it row by row. Names are those of launch.py.
 """
 
 from typing import Any, NamedTuple
@@ -23,10 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.ops.heads import heads_like
-from saf.ops.launch import add_product, cdiv, launch, strides
-from saf.ops.linear.op import CHUNK, LinearTables
-from saf.ops.operator import product_precision
+from saf.ops.launch import add_product, cdiv, launch, product_precision, strides
+from saf.ops.linear import CHUNK, LinearTables
+from saf.ops.tensors import heads_like
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.

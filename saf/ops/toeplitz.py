@@ -4,7 +4,7 @@
 
 G(i, j) = g(i - j) is the same for every sequence and channel, so that one tile of it multiplies them all. Its transpose
 gives the gradient dV = P^T dO. Here are the product in plain PyTorch, the tables, the operator and the backend, then
-patterns that are trained; kernels.py has the product in Triton. A pattern that the values' dtype cannot hold in this
+patterns that are trained; toeplitz_kernels.py has it in Triton. A pattern that the values' dtype cannot hold in this
 form, or a dense one, is executed as a stored matrix.
 """
 
@@ -15,12 +15,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saf.errors import UnsupportedError
-from saf.ops.backend import Backend, Tables, ValueHeads
-from saf.ops.flash_decode.op import decode_maps
-from saf.ops.fused.op import few_tables
-from saf.ops.heads import dense_product, heads_like, merge_slots, take_heads, unit_stride
-from saf.ops.operator import has_triton, operator, uses_triton
-from saf.ops.positions import unpadded
+from saf.ops.backend import Backend, Tables, ValueHeads, has_triton, operator, uses_triton
+from saf.ops.flash_decode import decode_maps
+from saf.ops.fused import few_tables
+from saf.ops.tensors import dense_product, heads_like, merge_slots, take_heads, unit_stride, unpadded
 from saf.patterns import CompactPattern, Pattern
 
 # Positions of a block in PyTorch: on a CPU, whose cache holds a tile of float64; on a GPU, which needs large products
@@ -88,7 +86,7 @@ def causal_convolution(left: Tensor, right: Tensor) -> Tensor:
     # On CUDA a launch of its own: the many products of `blocked_product` take a GPU's host longer than the device. It
     # brought a micro-batch with trained patterns from 134 to 81 ms (docs/log.md).
     if left.is_cuda and has_triton():
-        from saf.ops.toeplitz.kernels import convolve
+        from saf.ops.toeplitz_kernels import convolve
 
         return convolve(left.flatten(0, -2), right.expand_as(left).flatten(0, -2)).view_as(left)
     ones = torch.ones_like(right)
@@ -199,7 +197,7 @@ def toeplitz_product(x: Tensor, table: Tensor, before: Tensor, after: Tensor, tr
     `x [B, F, T, D]`, `table` from `distance_table`, scalings `[F, >=T]`.
     """
     if uses_triton(x.device, x.dtype):
-        from saf.ops.toeplitz.kernels import toeplitz_matmul
+        from saf.ops.toeplitz_kernels import toeplitz_matmul
 
         return toeplitz_matmul(unit_stride(x), table, before, after, transpose=transpose)
     return (reversed_product if transpose else blocked_product)(x, table, before, after)
@@ -372,7 +370,7 @@ def split_product(halves: Tensor, table: Tensor, transpose: bool) -> Tensor:
 
     The kernel takes the halves as twice the batch: matrix units multiply 16-bit numbers exactly, and add in float32.
     """
-    from saf.ops.toeplitz.kernels import toeplitz_matmul
+    from saf.ops.toeplitz_kernels import toeplitz_matmul
 
     _, batch, heads, length, dim = halves.shape
     one = torch.ones(heads, length, device=halves.device)

@@ -11,8 +11,8 @@ A state h serves all larger distances: for each pole of (S.31) it is the sum of 
 u` over the rows behind the tiles. W (`write`) adds a chunk to it, L (`read`) reads it, M (`turns`) rotates and decays
 it by C positions. The gradient dV = P^T dO is the same product with time reversed.
 
-Here are the sum in plain PyTorch, its tables, the operator, the state of decoding and the backend; kernels.py has the
-sum and the state in Triton.
+Here are the sum in plain PyTorch, its tables, the operator, the state of decoding and the backend;
+linear_kernels.py has the sum and the state in Triton.
 """
 
 from collections.abc import Sequence
@@ -23,11 +23,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from saf.errors import UnsupportedError
-from saf.ops.backend import Backend, Tables, ValueHeads
-from saf.ops.flash_decode.op import decode_maps
-from saf.ops.heads import heads_like, take_heads, unit_stride
-from saf.ops.operator import operator, uses_triton
-from saf.ops.positions import CachePosition
+from saf.ops.backend import Backend, Tables, ValueHeads, operator, uses_triton
+from saf.ops.flash_decode import decode_maps
+from saf.ops.tensors import CachePosition, heads_like, take_heads, unit_stride
 from saf.patterns import DampedCosines, ExponentialPattern
 
 # Rows of a chunk: with a band of 128, 64 rows beat 128 at every length with 6 heads, by 9 to 20%.
@@ -259,7 +257,7 @@ def linear_product(
     """
     chunked = LinearTables(*tables)
     if uses_triton(x.device, x.dtype):
-        from saf.ops.linear.kernels import linear_matmul
+        from saf.ops.linear_kernels import linear_matmul
 
         return linear_matmul(unit_stride(x), chunked, before, after, transpose=transpose, left_pad=left_pad)
     return chunked_product(x, chunked, before, after, left_pad, reverse=transpose)
@@ -320,7 +318,7 @@ def fill_state(
     if not uses_triton(x.device, x.dtype):
         _fill(x, chunked, before, left_pad, ring, sums)
     elif ring.numel():
-        from saf.ops.linear.kernels import fill
+        from saf.ops.linear_kernels import fill
 
         fill(unit_stride(x), chunked, before, left_pad, ring, sums)
 
@@ -356,7 +354,7 @@ def step_state(
         # `int(first)` waits for the device: a graph cannot be captured of so many rows.
         at = host_first if first is None else int(first)
         return _step(x, chunked, before, after, at, left_pad, ring, sums)
-    from saf.ops.linear.kernels import step
+    from saf.ops.linear_kernels import step
 
     at = host_first if first is None else first
     return step(unit_stride(x), chunked, before, after, at, left_pad, ring, sums)
