@@ -138,37 +138,17 @@ def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
     if eta_abs.shape != eta_rel.shape or eta_abs.ndim == 0 or eta_abs.shape[-1] == 0:
         shapes = f"{list(eta_abs.shape)} and {list(eta_rel.shape)}"
         raise InputError(f"eta_abs and eta_rel must share one shape [..., T], T >= 1; got {shapes}")
-    length = eta_abs.shape[-1]
-    eta_abs, eta_rel = _normalised("eta_abs", eta_abs, length), _normalised("eta_rel", eta_rel, length)
-    position = torch.arange(length, dtype=torch.float64, device=eta_abs.device)
+    length, etas = eta_abs.shape[-1], []
+    for name, eta in (("eta_abs", eta_abs.detach().double()), ("eta_rel", eta_rel.detach().double())):
+        if not bool((eta.isfinite() & (eta > 0)).all()):
+            raise InputError(f"{name} must be finite and positive; floor the pattern at 1e-9 and renormalise it")
+        _check_relation(f"{name} sums to T", eta.sum(-1), length)
+        etas.append(eta * (length / eta.sum(-1, keepdim=True)))
+    position = torch.arange(length, dtype=torch.float64, device=etas[0].device)
     total = length * (length - 1) / 2
-    _check_relation("sum(j*eta_abs) + sum(δ*eta_rel) is T(T-1)/2", ((eta_abs + eta_rel) * position).sum(-1), total)
-    return _restore_moment(eta_abs, eta_rel, position, total)
-
-
-def _normalised(name: str, eta: Tensor, length: int) -> Tensor:
-    """Return a marginal in float64 with the sum T, from which it may be off by rounding alone."""
-    eta = eta.detach().double()
-    if not bool((eta.isfinite() & (eta > 0)).all()):
-        raise InputError(f"{name} must be finite and positive; floor the pattern at 1e-9 and renormalise it")
-    _check_relation(f"{name} sums to T", eta.sum(-1), length)
-    return eta * (length / eta.sum(-1, keepdim=True))
-
-
-def _check_relation(relation: str, actual: Tensor, expected: float) -> None:
-    error = (actual - expected).abs()
-    if actual.numel() and error.max().item() > _CONSISTENCY * max(expected, 1.0):
-        worst = actual.flatten()[error.flatten().argmax()].item()
-        raise InputError(f"marginals of one causal pattern: {relation} = {expected:g}; got {worst:g}")
-
-
-def _restore_moment(eta_abs: Tensor, eta_rel: Tensor, position: Tensor, total: float) -> tuple[Tensor, Tensor]:
-    """Tilt marginals so that their first moments, of keys and of distances, add up to that of the queries."""
-    length = len(position)
-    if length == 1:
-        return eta_abs, eta_rel
-    eta = torch.stack([eta_abs, eta_rel])
-    for _ in range(3):  # Newton steps from an error of 0.1%, which each of them squares
+    _check_relation("sum(j*eta_abs) + sum(δ*eta_rel) is T(T-1)/2", ((etas[0] + etas[1]) * position).sum(-1), total)
+    eta = torch.stack(etas)
+    for _ in range(3 if length > 1 else 0):  # Newton steps from an error of 0.1%, which each of them squares
         means = (eta * position).sum(-1, keepdim=True) / length
         offset = position - means
         # Positions of queries vary as T^2/12, so the two variances cannot both be small.
@@ -177,6 +157,13 @@ def _restore_moment(eta_abs: Tensor, eta_rel: Tensor, position: Tensor, total: f
         eta = eta * (tilt * offset).exp()
         eta = eta * (length / eta.sum(-1, keepdim=True))
     return eta[0], eta[1]
+
+
+def _check_relation(relation: str, actual: Tensor, expected: float) -> None:
+    error = (actual - expected).abs()
+    if actual.numel() and error.max().item() > _CONSISTENCY * max(expected, 1.0):
+        worst = actual.flatten()[error.flatten().argmax()].item()
+        raise InputError(f"marginals of one causal pattern: {relation} = {expected:g}; got {worst:g}")
 
 
 def meaningful(eta: Tensor) -> Tensor:

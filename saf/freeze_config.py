@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -287,9 +287,9 @@ def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_em
     if frozen := sorted(head for head in existing(live, config.heads or ()) if not live[head]):
         raise InputError(f"{frozen} are frozen or pruned already; name live heads")
     num_live, total = int(live.sum()), live.numel()
-    # Equal scores stand for those that are not measured yet, so a limit of the score cannot be checked here.
-    equal_scores = dict.fromkeys(config.score_names, torch.zeros(live.shape).masked_fill(~live, math.nan))
-    order = head_order(equal_scores, replace(config, below=None), layouts[0])
+    # Equal scores stand for those that are not measured yet, the lowest number for one within any limit `below`.
+    lowest = torch.full(live.shape, torch.finfo(torch.float32).min).masked_fill(~live, math.nan)
+    order = head_order(dict.fromkeys(config.score_names, lowest), config, layouts[0])
     available = sum(map(len, order.propose()))
     if config.count is not None and config.count > num_live:
         raise InputError(f"count must be at most the {num_live} live heads of {total}, got {config.count}")

@@ -90,11 +90,8 @@ class _FixedPattern(Pattern):
     @classmethod
     def stack(cls, patterns: Sequence[Self]) -> Self:
         """Join patterns of one shape and dtype along a new first dimension."""
-
-        def layout(pattern: Self) -> list[Any]:
-            return [pattern.length, *((x.shape, x.dtype) for x in pattern._tensors().values())]
-
-        if not patterns or any(layout(one) != layout(patterns[0]) for one in patterns):
+        layouts = {(one.length, *((x.shape, x.dtype) for x in one._tensors().values())) for one in patterns}
+        if len(layouts) != 1:
             raise InputError(f"stack needs at least one pattern, all of one shape and dtype; got {shown(patterns)}")
         return patterns[0].map(lambda name, _: torch.stack([one._tensors()[name] for one in patterns]))
 
@@ -119,7 +116,9 @@ class _FixedPattern(Pattern):
     def singles(self) -> list[Self]:
         if len(self.shape) > 1:
             raise InputError(f"patterns of a layer have one leading dimension [F]; got shape {self.shape}")
-        return [self[head].map(lambda _, x: x.clone()) for head in range(len(self))] if self.shape else [self]
+        if not self.shape:
+            return [self]
+        return [self.map(lambda _, x, head=head: x[head].clone()) for head in range(self.shape[0])]
 
     def __repr__(self) -> str:
         first = next(iter(self._tensors().values()))
