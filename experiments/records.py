@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 import torch
 
-from saf.checkpoint import latest, load_model
+from saf.checkpoint import latest, open_checkpoint
 from saf.machine import pick_device
 from saf.models.adapter import adapter_for, find_rows
 from saf.records.files import write_json
@@ -82,8 +82,8 @@ def check_heads(run: RecordedRun) -> dict[str, Any]:
     `heads`: the model has the recorded frozen and pruned heads alone. `executed`: each layer executes its frozen heads.
     `query_key_rows` and `query_key_gradients` count rows beyond those of live heads, and those that get a gradient.
     """
-    checkpoint = latest(run.folder / "checkpoints")
-    adapter = adapter_for(load_model(checkpoint or run.folder, pick_device("auto")))
+    checkpoint = open_checkpoint(latest(run.folder / "checkpoints") or run.folder, optimizer=False)
+    adapter = adapter_for(checkpoint.model(pick_device("auto")))
     sites = adapter.sites()
     ids = torch.arange(16, device=adapter.device)[None]
     # Any text will do: a gradient of a removed row would mean that it is still executed.

@@ -204,11 +204,6 @@ def open_checkpoint(path: Path | str, *, optimizer: bool = True) -> Checkpoint:
     return Checkpoint(path, manifest["hash"], manifest["parent"], state)
 
 
-def load_model(path: Path | str, device: torch.device | str = "cpu", *, backend: str | None = None) -> GPT:
-    """Return the model of a verified checkpoint, frozen heads included."""
-    return open_checkpoint(path, optimizer=False).model(device, backend=backend)
-
-
 def _newest_whole_before(path: Path) -> Path | None:
     for older in reversed([other for other in checkpoints(path.parent) if _order(other) < _order(path)]):
         with suppress(CheckpointError):

@@ -3,8 +3,7 @@
 import shutil
 
 from saf.records.run import append_event
-from saf.saving import save
-from saf.train import load_model
+from saf.saving import load, save
 
 
 def test_every_folder_is_described(saf_json, arms, text_data, tmp_path):
@@ -20,7 +19,7 @@ def test_every_folder_is_described(saf_json, arms, text_data, tmp_path):
     assert checkpoint["parent"] == saf_json("inspect", ordinary / "checkpoints" / "step-12")["hash"]
     data = saf_json("inspect", text_data)
     assert (data["kind"], data["verified"], data["fingerprint"]) == ("data", True, checkpoint["data_fingerprint"])
-    save(load_model(frozen / "checkpoints" / "step-24"), tmp_path / "saved")
+    save(load(frozen / "checkpoints" / "step-24"), tmp_path / "saved")
     saved = saf_json("inspect", tmp_path / "saved")
     assert (saved["kind"], saved["verified"], saved["frozen"]) == ("saved", True, run["frozen"])
     assert saved["patterns"] == checkpoint["patterns"]

@@ -25,7 +25,7 @@ from saf.machine import Execution
 from saf.schedules import ValidationBudget
 from saf.tasks.base import Continuation, likelihoods
 from saf.tasks.text import evaluate_perplexity
-from saf.train import TrainConfig, load_model, loop, pretrain
+from saf.train import TrainConfig, loop, pretrain
 from saf.train.run import Run
 from saf.train.step import Parallel, Replicas, Shards, Updater, build_optimizer
 
@@ -258,7 +258,7 @@ def failures(rank: int, config) -> None:
         watch = BeforeUpdate(patch)
         with pytest.raises(UnsupportedError, match="no room for the tables"):
             pretrain(config("refused", freeze=FREEZE))
-        before = load_model(watch.run.checkpoints / "step-6").state_dict()
+        before = saf.load(watch.run.checkpoints / "step-6").state_dict()
         assert digest(before.values()) == digest(watch.run.model.state_dict().values()), "rank 0 undid its edit"
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:

@@ -9,7 +9,6 @@ import torch
 from saf.checkpoint import (
     checkpoints,
     groups_and_moments,
-    load_model,
     open_checkpoint,
     remove_old_checkpoints_,
     save_checkpoint,
@@ -111,9 +110,9 @@ def test_what_is_missing_exists_already_or_is_of_another_model_is_refused(tmp_pa
         open_checkpoint(first)
     (second / "saf.json").unlink()
     with pytest.raises(CheckpointError, match=r"saf\.json is missing"):
-        load_model(second)
+        open_checkpoint(second)
     with pytest.raises(CheckpointError, match=r"step-9 does not exist \(there are step-1, step-2\); expected a check"):
-        load_model(tmp_path / "step-9")
+        open_checkpoint(tmp_path / "step-9")
     saved = open_checkpoint(write(tmp_path, 3, model, optimizer))
     for changes, words in (({"hidden_size": 64}, "must have shape"), ({"num_layers": 1}, r"does not have.*blocks\.1")):
         with pytest.raises(CheckpointError, match=words):

@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+import saf
 from saf.calibration import gate_gradients
-from saf.checkpoint import load_model, open_checkpoint
+from saf.checkpoint import open_checkpoint
 from saf.cli import main
 from saf.cli.finetune import parse_words
 from saf.compare import compare_runs
@@ -187,7 +188,7 @@ def test_micro_batches_weigh_as_many_answer_tokens_as_they_have(unequal, size, a
     folder, count = Path(unequal.out, f"{size} x {accumulation}"), size * accumulation
     pretrain(replace(unequal, out=str(folder), batch_size=size, accumulation=accumulation))
     task = FinetuneTask(replace(unequal, batch_size=count, accumulation=1), length=64)
-    model = load_model(folder / "checkpoints" / "step-0").double()
+    model = saf.load(folder / "checkpoints" / "step-0").double()
     total, tokens = torch.zeros((), dtype=torch.float64), 0
     for each in (task.examples[number] for number in task.numbers(0, count)):
         ids, begin = torch.tensor(each.sequence), len(each.prompt)
@@ -234,7 +235,7 @@ def test_recall_resumes_with_its_reports_and_goes_on_replaced_or_pruned(recall, 
         pretrain(continue_from(expected["checkpoint"], out=f"{whole.out}-other", seed=5, updates=14))
     plain = recall("plain", updates=4)
     parent = pretrain(plain)["checkpoint"]
-    gates = gate_gradients(load_model(parent), MQARTask(plain, length=32).calibration())
+    gates = gate_gradients(saf.load(parent), MQARTask(plain, length=32).calibration())
     freeze = FreezeConfig(rate=0.25, score="gate_taylor", operation="prune")
     pruned = pretrain(continue_from(parent, out=recall("pruned").out, freeze=freeze, updates=6))
     (event,) = read_events(recall("pruned").out)
@@ -261,7 +262,7 @@ def test_a_checkpoint_is_finetuned_on_recall_other_arms_like_it_and_both_compare
     ordinary = command("ordinary", *WORDS, "--updates", 4)
     settings = TrainConfig.from_dict(ordinary.config["settings"])
     assert (settings.peak_lr, settings.weight_decay, settings.batch_size, settings.min_lr_ratio) == (1e-4, 0.01, 16, 1)
-    model = load_model(ordinary.finished_result()["checkpoint"])
+    model = saf.load(ordinary.finished_result()["checkpoint"])
     # All output classes compete, so that an untrained answer is about as likely as any of them.
     assert ordinary.finished_result()["report_loss"] == pytest.approx(math.log(model.config.vocab_size), abs=1.0)
     frozen = command("frozen", "--like", ordinary.folder, *FREEZE_WORDS)

@@ -6,7 +6,7 @@ from torch import distributed
 
 from saf.freeze_config import FreezeConfig
 from saf.records.files import read_lines
-from saf.train import TrainConfig, load_model, pretrain
+from saf.train import TrainConfig, open_checkpoint, pretrain
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 
@@ -32,7 +32,7 @@ def test_compiled_run_freezes_in_the_middle(on_gpu, rate):
     assert len(compiled["intervention"]["heads"]) == round(rate * 8)
     assert compiled["report_loss"] == pytest.approx(eager["report_loss"], rel=0.01)
     assert compiled["peak_memory_bytes"] > 0
-    weights = load_model(compiled["checkpoint"], "cuda").state_dict()
+    weights = open_checkpoint(compiled["checkpoint"]).model("cuda").state_dict()
     floats = {tensor.dtype for tensor in weights.values() if tensor.is_floating_point()}
     assert floats == {torch.float32}, "weights stay float32; a layout is of integers"
     assert pretrain(config, resume=True)["report_loss"] == pytest.approx(compiled["report_loss"], rel=1e-3)

@@ -24,7 +24,7 @@ from saf.schedules import Gradual, OneTime, TrainLoss, ValidationBudget
 from saf.surgery import pattern_parameters
 from saf.tasks import MQARSettings
 from saf.tasks.text import read_evaluation
-from saf.train import continue_from, load_model, open_checkpoint, pretrain
+from saf.train import continue_from, open_checkpoint, pretrain
 from saf.train.run import Run
 from tests.train.helpers import decide_quickly, events_of, killed_and_resumed
 
@@ -80,7 +80,7 @@ def test_the_folder_of_a_run(settings):
     assert (result["update_seconds"]["first_update"], result["update_seconds"]["last_update"]) == (8, 12)
     names = sorted(entry.name for entry in (folder / "checkpoints").iterdir())
     assert names == ["step-11", "step-12", "step-6"], "the one before the event stays"
-    frozen = [adapter_for(load_model(folder / "checkpoints" / name)).heads("frozen") for name in ("step-6", "step-12")]
+    frozen = [adapter_for(saf.load(folder / "checkpoints" / name)).heads("frozen") for name in ("step-6", "step-12")]
     assert list(map(len, frozen)) == [0, 2]
     assert len(read_lines(folder / "clock.jsonl")) == 12
 
@@ -164,7 +164,7 @@ def test_a_fresh_run_takes_weights_and_heads_alone(settings, finished):
     assert (result["arm"], result["missing"], result["time"]["parent_parts"]) == ("frozen", [], None)
     Path(config.out, "result.json").unlink()  # as if it had not ended
     assert heads_of_record(config.out) == heads_of_record(parent) == result["provenance"]["heads"]
-    before, after = load_model(parent), open_checkpoint(result["checkpoint"])
+    before, after = saf.load(parent), open_checkpoint(result["checkpoint"])
     assert all(torch.equal(after.model().state_dict()[name], tensor) for name, tensor in before.state_dict().items())
     assert all(float(state["step"]) == 1 for state in after.optimizer(after.model()).state.values())
 
@@ -225,7 +225,7 @@ def test_gradual_freezes_the_chosen_heads_in_groups_and_patterns_installed_stay(
 
 
 def patterns(checkpoint) -> dict:
-    sites = [block.attention for block in load_model(checkpoint).blocks]
+    sites = [block.attention for block in saf.load(checkpoint).blocks]
     return {
         (layer, head): pattern.dense()
         for layer, site in enumerate(sites)
