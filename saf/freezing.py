@@ -36,12 +36,12 @@ from saf.freeze_report import FittedHead, FreezeReport
 from saf.heads import EDITED, Head, HeadSet
 from saf.heldout import GUARD_SEQUENCES, MAX_RISE, LossChange, Trial, choose_jointly, halves, worst_layer
 from saf.machine import Stopwatch
-from saf.models.adapter import Adapter, adapter_for, rows_of
+from saf.models.adapter import Adapter, adapter_for
 from saf.ops import choose_backend
 from saf.scores import HeadOutputs, Score, required_inputs, score, score_name
 from saf.selection import Chooser
 from saf.statistics import AttentionStatistics
-from saf.surgery import check_editable, install_, prune_, uninstall_, value_dtypes
+from saf.surgery import check_editable, install_, prune_, uninstall_, values_of
 from saf.targets import FITTED, collect_for, dense_pattern, exact_pattern, target
 
 # Warnings show the line that called `freeze_`: past a helper below, `choose`, `on_rank0` and `freeze_` itself.
@@ -273,7 +273,7 @@ def check_event(adapter: Adapter, sequences: Sequences, config: FreezeConfig, *,
         adapter.check_next_token()
     if config.operation == "freeze":
         kinds = {"trainable": config.trainable, "exponential": config.storage_at(sequences.length) == "exponential"}
-        for device, dtypes in {(rows_of(site, "value").parameter.device, value_dtypes(site)) for site in sites}:
+        for device, dtypes in {values_of(site) for site in sites}:
             choose_backend(config.backend, device=device, dtypes=dtypes, **kinds)
 
 

@@ -29,7 +29,7 @@ from saf.surgery import (
     plan_edit,
     record_edit,
     replace_data_,
-    value_dtypes,
+    values_of,
 )
 
 STATE_FILE, TENSORS_FILE = "saf.json", "saf.safetensors"
@@ -197,7 +197,7 @@ def _plan_edits(
         trained, name = layer.get("trainable", ()), backend or layer.get("backend") or "auto"
         # If the backend that the caller names cannot run, `plan_edit` raises. The saved one may be of another machine.
         if backend is None:
-            device, dtypes = rows_of(site, "value").parameter.device, value_dtypes(site)
+            device, dtypes = values_of(site)
             try:
                 choose_backend(name, device=device, dtypes=dtypes, trainable=bool(trained))
             except (InputError, UnsupportedError) as error:

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from saf.calibration import Batch, free_bytes, read_sequences
-from saf.calibration.capture import check_vocabulary, evaluation_mode
+from saf.calibration import Batch, read_sequences
 from saf.errors import InputError, LossError, SelectionError
 from saf.heads import Head, HeadSet
-from saf.machine import Precision, autocast
-from saf.models.adapter import Adapter, adapter_for, language_model
+from saf.machine import Precision, autocast, free_bytes
+from saf.models.adapter import Adapter, adapter_for, evaluation_mode, language_model
 
 Trial = Callable[[HeadSet], AbstractContextManager[None]]
 """Returns a context in which these heads of a model are frozen or pruned; they are live again afterwards."""
@@ -51,7 +50,7 @@ def heldout_loss(model: nn.Module, batches: Iterable[Batch]) -> float:
 def _losses(model: nn.Module, batches: Iterable[Batch], *, singly: bool = False) -> tuple[list[float], list[int]]:
     """Return the mean loss of each forward pass, of as many sequences as fit or of one, and its predicted tokens."""
     adapter, sequences = adapter_for(model), read_sequences(batches)
-    check_vocabulary(adapter, sequences.ids)
+    adapter.check_tokens(sequences.ids)
     if not (rows := [row[None] for row in sequences.tokens if len(row) > 1]):
         raise InputError("heldout must have sequences of two tokens or more, got none")
     means, tokens = list[float](), list[int]()

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import count
+from pathlib import Path
 from types import FunctionType
 from typing import Any, Literal, get_args
 
@@ -91,6 +92,19 @@ def autocast(device: torch.device, precision: str) -> AbstractContextManager[Any
     if resolve_precision(device, precision) == "fp32":
         return nullcontext()
     return torch.autocast(device.type, dtype=torch.bfloat16)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return the free memory of a device, with PyTorch's unused reserve; None where it is unknown."""
+    if device.type == "cuda":
+        # mem_get_info counts what PyTorch reserved and does not use as taken.
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    try:  # Linux alone has this file
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration, ValueError):
+        return None
 
 
 _copies = count()
@@ -226,15 +240,13 @@ class Stopwatch:
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        start = self._now()
+        wait_for(self._device)  # kernels are launched ahead: without waiting, a part would lend its seconds to the next
+        start = time.perf_counter()
         try:
             yield
         finally:
-            self.seconds[name] = self.seconds.get(name, 0.0) + self._now() - start
-
-    def _now(self) -> float:
-        wait_for(self._device)  # kernels are launched ahead: without waiting, a part would lend its seconds to the next
-        return time.perf_counter()
+            wait_for(self._device)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 # --- names and rated speeds

@@ -6,10 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from saf.calibration.capture import evaluation_mode
 from saf.errors import InputError, UnsupportedError
 from saf.machine import GraphPool, GraphReplay, own_program
-from saf.models.adapter import adapter_for, longest_input
+from saf.models.adapter import adapter_for, evaluation_mode, longest_input
 from saf.ops import for_graphs
 
 

@@ -160,11 +160,12 @@ def patterns_of(site: Site) -> dict[int, Pattern]:
     return {} if site.frozen is None else dict(zip(site.layout.frozen, site.frozen.patterns, strict=True))
 
 
-def value_dtypes(site: Site) -> tuple[torch.dtype, ...]:
-    """Return the dtypes that values may have: the weights' own, and for float32 bfloat16 too, as under autocast."""
-    # Both, as tables are built when heads are installed, and a forward pass in a dtype without any is an error.
-    dtype = rows_of(site, "value").parameter.dtype
-    return (dtype, torch.bfloat16) if dtype == torch.float32 else (dtype,)
+def values_of(site: Site) -> tuple[torch.device, tuple[torch.dtype, ...]]:
+    """Return the device of a layer's values and their dtypes: the weights' own, and bfloat16 too for float32."""
+    # Under autocast values are in bfloat16. Tables of both dtypes are built when heads are installed, and a forward
+    # pass in a dtype without any is an error.
+    weight = rows_of(site, "value").parameter
+    return weight.device, (weight.dtype, torch.bfloat16) if weight.dtype == torch.float32 else (weight.dtype,)
 
 
 # --- what can be edited
@@ -294,12 +295,11 @@ def plan_edit(
                 check_missing_state(optimizer, parameter, moments(parameter, optimizer).keys() - saved.keys())
     frozen = None
     if layout.frozen:
+        device, dtypes = values_of(site)
+        backend = backend or ("auto" if site.frozen is None else site.frozen.backend)
+        ordered = [patterns[head] for head in layout.frozen]
         frozen = FrozenHeads.from_patterns(
-            [patterns[head] for head in layout.frozen],
-            backend=backend or ("auto" if site.frozen is None else site.frozen.backend),
-            dtype=value_dtypes(site),
-            device=rows_of(site, "value").parameter.device,
-            kv_head=layout.kv_head,
+            ordered, backend=backend, dtype=dtypes, device=device, kv_head=layout.kv_head
         )
     return LayerEdit(site, layout, frozen)
 

@@ -18,13 +18,12 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from experiments.records import Record
-from saf.calibration.capture import evaluation_mode
 from saf.cli.parsing import read_heads
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
 from saf.machine import Device, Precision, autocast, device_name, pick_device
-from saf.models.adapter import adapter_for, unwrap
+from saf.models.adapter import adapter_for, evaluation_mode, unwrap
 from saf.opening import ModelFolder, find_model
 from saf.patterns import Pattern
 from saf.records.result import read_result, result_header

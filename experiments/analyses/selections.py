@@ -31,10 +31,9 @@ from experiments.analyses.common import (
 )
 from experiments.records import Record
 from saf.calibration import latter_half
-from saf.calibration.capture import evaluation_mode
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.models.adapter import Site, adapter_for
+from saf.models.adapter import Site, adapter_for, evaluation_mode
 from saf.ops.live import capped, score_scale
 from saf.records.run import events_file, merge_reports, read_events
 from saf.records.table import Part, Table, correlation, number

@@ -3,10 +3,9 @@
 `plan_calibration` chooses which layers go together, by the memory that their queries and keys take.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,7 +15,8 @@ from saf.calibration.measure import COLLECTIONS, Collector
 from saf.calibration.sequences import Batch, Sequences, read_sequences
 from saf.errors import InputError, UnsupportedError
 from saf.heads import Head, HeadSet
-from saf.models.adapter import ON_META, Adapter, Site, adapter_for, check_unsharded, rows_of
+from saf.machine import free_bytes
+from saf.models.adapter import Adapter, Site, adapter_for
 from saf.records.table import byte_size
 
 # Share of free memory for queries and keys, or for collected tensors. The rest is a margin for the model's activations
@@ -63,7 +63,7 @@ def plan_calibration(
     does not fit, or the collected tensors do not.
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
-    check_vocabulary(adapter, sequences.ids)
+    adapter.check_tokens(sequences.ids)
     measured, count, length = measurable_heads(adapter, heads), len(sequences.tokens), sequences.length
     collector = Collector(collect, measured, sequences=count, length=length, dtype=adapter.dtype, positions=positions)
     free = free_bytes(torch.device("cpu"))
@@ -117,20 +117,7 @@ def heads_at_a_time(model: nn.Module, collect: Sequence[str], *, sequences: int,
     return max(1, limit // max(one.nbytes, 1))
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Return the free memory of a device, with PyTorch's unused reserve; None where it is unknown."""
-    if device.type == "cuda":
-        # mem_get_info counts what PyTorch reserved and does not use as taken.
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
-    try:  # Linux alone has this file
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration, ValueError):
-        return None
-
-
-# --- heads and tokens that the model has
+# --- heads that the model has
 
 
 def measurable_heads(adapter: Adapter, heads: Iterable[Head] | None = None) -> HeadSet:
@@ -149,21 +136,6 @@ def measurable_heads(adapter: Adapter, heads: Iterable[Head] | None = None) -> H
     if refused := measured & ordinary:
         raise UnsupportedError(f"heads {refused.to_list()} cannot be measured: {reasons[next(iter(refused))[0]]}")
     return measured
-
-
-def check_vocabulary(adapter: Adapter, ids: Sequence[Tensor]) -> None:
-    """Raise InputError for a token id that the model does not know; on a GPU such an id would end the process.
-
-    A model without numbers (on the meta device) raises InputError too, sharded weights UnsupportedError.
-    """
-    for site in adapter.sites():
-        check_unsharded("query", rows_of(site, "query").parameter)
-    if adapter.device.type == "meta":
-        raise InputError(ON_META)
-    size = adapter.vocab_size
-    low, high = min(int(each.min()) for each in ids), max(int(each.max()) for each in ids)
-    if low < 0 or (size is not None and high >= size):
-        raise InputError(f"token ids of batches must lie in [0, {size}); got {low if low < 0 else high}")
 
 
 # --- the passes
@@ -230,15 +202,3 @@ def read_slots(site: Site, heads: Sequence[int]) -> tuple[list[int], list[int], 
     read = [site.layout.key_head[slot] for slot in queries]
     keys = sorted(set(read))
     return queries, keys, [keys.index(key) for key in read]
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch every module to evaluation mode, and back to its own mode afterwards."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

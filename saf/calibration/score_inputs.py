@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saf.calibration.capture import check_vocabulary, evaluation_mode
 from saf.calibration.measure import measured_dtype
 from saf.calibration.sequences import Batch, read_batches, read_sequences
 from saf.errors import CheckpointError, InputError, UnsupportedError
-from saf.models.adapter import Adapter, Rows, Site, adapter_for, find_rows, rows_of, unwrap
+from saf.models.adapter import Adapter, Rows, Site, adapter_for, evaluation_mode, find_rows, rows_of, unwrap
 from saf.ops.live import capped, score_scale
 from saf.ops.loss_and_gelu import IGNORE_INDEX
 from saf.scores import HeadOutputs
@@ -117,7 +116,7 @@ def gate_gradients(model: nn.Module, batches: Iterable[Batch]) -> Tensor:
     InputError as `calibrate` does, and for a sequence without a target.
     """
     adapter, sequences = adapter_for(model), read_sequences(batches)
-    check_vocabulary(adapter, sequences.ids)
+    adapter.check_tokens(sequences.ids)
     sites = adapter.sites()
     weights = [site.projections()["output"][0] for site in sites]
     total = torch.zeros(len(sites), sites[0].layout.num_heads, dtype=torch.float64)
@@ -180,7 +179,7 @@ def head_outputs(model: nn.Module, batches: Iterable[Batch], statistics: Attenti
     """
     adapter, batches = adapter_for(model), read_batches(batches)
     sites = adapter.sites()
-    check_vocabulary(adapter, batches)
+    adapter.check_tokens(batches)
     if "mean_rows" not in statistics.collected:
         raise InputError("head_outputs needs calibrate(..., collect=('mean_rows',)); these statistics have none")
     if batches[0].shape[1] != statistics.length:

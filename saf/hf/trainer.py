@@ -26,7 +26,6 @@ from transformers import PreTrainedModel
 from transformers.trainer_callback import ExportableState, TrainerCallback, TrainerControl, TrainerState
 
 from saf.calibration import read_batches, read_sequences
-from saf.calibration.capture import check_vocabulary
 from saf.distributed import on_rank0
 from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
 from saf.freeze_config import FreezeConfig
@@ -191,7 +190,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             )
         check_editable(model, optimizer)
         adapter = adapter_for(model)
-        check_vocabulary(adapter, [*self._calibration, *self._heldout])
+        adapter.check_tokens([*self._calibration, *self._heldout])
         if self._heldout:
             adapter.check_next_token()
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from saf.errors import UnsupportedError
+from saf.errors import InputError, UnsupportedError
 from saf.heads import BIAS, HeadLayout, HeadSet, roles_of
 from saf.models.gpt import GPT, Attention, plain_weight
 from saf.ops import FrozenHeads
@@ -65,6 +65,18 @@ def longest_input(model: nn.Module) -> int | None:
     # A pattern has no row beyond the positions that it was calibrated on.
     limits = [heads.max_length for heads in unwrap(model).modules() if isinstance(heads, FrozenHeads)]
     return min(filter(None, [*limits, language_model(model).max_length]), default=None)
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Switch every module to evaluation mode, and back to its own mode afterwards."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 # --- a model
@@ -126,6 +138,20 @@ class Adapter(ABC):
         if (count := len(self.sites())) != self.num_layers:
             want = f"attention layers must be as many as the configuration's {self.num_layers} layers"
             raise UnsupportedError(f"{want}, got {count}: remove draft and cross-attention layers, copy shared ones")
+
+    def check_tokens(self, ids: Sequence[Tensor]) -> None:
+        """Raise InputError for a token id that the model does not know; on a GPU such an id would end the process.
+
+        A model without numbers (on the meta device) raises InputError too, sharded weights UnsupportedError.
+        """
+        for site in self.sites():
+            check_unsharded("query", rows_of(site, "query").parameter)
+        if self.device.type == "meta":
+            raise InputError(ON_META)
+        low, high = min(int(each.min()) for each in ids), max(int(each.max()) for each in ids)
+        if low < 0 or (self.vocab_size is not None and high >= self.vocab_size):
+            got = low if low < 0 else high
+            raise InputError(f"token ids of batches must lie in [0, {self.vocab_size}); got {got}")
 
     def use_saf_attention(self) -> None:  # noqa: B027 - the GPT always does
         """Let all layers call `saf.ops`, also those without edited heads."""

@@ -103,7 +103,8 @@ class FrozenHeads(nn.Module):
             alpha, rho = frozen.logits()
             if reason := BACKENDS[name].untrainable_reason(alpha.detach(), rho.detach(), each):
                 raise UnsupportedError(f"backend {name!r} cannot train these patterns: {reason}")
-        frozen.to(device)
+        for trained in frozen.children():
+            trained.to(device)
         frozen._prepare(patterns, dtypes, device)
         return frozen
 

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor, nn
 
 from saf.calibration import Batch
-from saf.calibration.capture import evaluation_mode
 from saf.distributed import map_over_ranks, rank_and_size
 from saf.errors import CheckpointError, DivergenceError, InputError
 from saf.heads import EDITED
 from saf.machine import Execution, autocast, resolve_precision
 from saf.models import GPT
-from saf.models.adapter import language_model, longest_input, unwrap
+from saf.models.adapter import evaluation_mode, language_model, longest_input, unwrap
 from saf.ops import FrozenHeads
 from saf.records.files import check_file, file_hash, read_lines, write_lines
 from saf.records.run import RecordedRun

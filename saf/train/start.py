@@ -15,14 +15,14 @@ import torch
 from torch import nn
 from torch.optim import AdamW
 
-from saf.calibration import COLLECTIONS, QKGradient, free_bytes, read_sequences
+from saf.calibration import COLLECTIONS, QKGradient, read_sequences
 from saf.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
 from saf.data.loader import INDEX_FILE
 from saf.distributed import all_gather, all_ranks_or_raise, is_rank0, on_rank0
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.freeze_config import FreezeConfig, check_heads
 from saf.heads import HeadLayout
-from saf.machine import Execution
+from saf.machine import Execution, free_bytes
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import adapter_for, longest_input
 from saf.ops.frozen_heads import choose_backend
