@@ -270,7 +270,7 @@ _HEALED = {
 }  # fmt: skip
 
 
-def _pretrained(model: str, *, name: str | None = None, **settings: object) -> Measurement:
+def _pretrained(model: str, *, name: str | None = None, questions: int = 500, **settings: object) -> Measurement:
     smoke = {
         "on": (checkpoint("4k-ordinary", 1.0),), "data": DATA, "other": DATA,
         "rates": (0.5,), "sequences": 8, "length": 32, "batch_size": 4, "choosing": 4, "windows": 4, "heal": 256,
@@ -281,7 +281,7 @@ def _pretrained(model: str, *, name: str | None = None, **settings: object) -> M
         program="experiments.analyses zero-shot",
         on=(model,),
         settings={"data": f"{model}-text", **_HEALED, **settings},
-        scaled={"small": {"questions": 500}, "smoke": smoke},
+        scaled={"small": {"questions": questions}, "smoke": smoke},
         smoke=model != _GEMMA,
     )
 
@@ -292,7 +292,7 @@ RECIPES["pretrained"] = Recipe(
     measurements=(
         _pretrained(_SMOLLM2, batch_size=16),
         # 12 of Gemma's 72 heads are eligible: 5% and 10% of them are the same one.
-        _pretrained(_GEMMA, bos=True, batch_size=16, rates=(0.1, 0.2, 0.3)),
+        _pretrained(_GEMMA, bos=True, batch_size=8, rates=(0.1, 0.2, 0.3), questions=200),
         # Pruning with heads of its own choice, by the same procedure.
         _pretrained(
             _SMOLLM2,
