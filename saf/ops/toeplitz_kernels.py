@@ -23,8 +23,6 @@ from saf.ops.toeplitz import TILE
 
 # Most bytes of input that programs running together share: half of a data-centre GPU's second-level cache.
 CACHED = 32 << 20
-# Positions beyond which a program computes two blocks of a single sequence: 1,457 us instead of 1,920 at 65,536.
-FOLDED = 32_768
 # Positions beyond which blocks are 256 columns wide: there they gained 4% with four heads and lost with fewer.
 WIDE_FROM = 4096
 
@@ -38,8 +36,6 @@ class ToeplitzConfig(NamedTuple):
         block_k: positions summed over in a step, TILE at most.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
-        fold: consecutive blocks of output rows that one program computes, as if they were more columns; 2 serves shapes
-            of few columns and needs descriptors and blocks of TILE rows.
         descriptors: whether operands are read through the bulk copy engine: Hopper and later, 16 bits, B x D a
             multiple of 8.
         slabs: column blocks of a head that are computed before the next ones begin, so that the input they share stays
@@ -51,7 +47,6 @@ class ToeplitzConfig(NamedTuple):
     block_k: int = 64
     num_warps: int = 4
     num_stages: int = 3
-    fold: int = 1
     descriptors: bool = False
     slabs: int = 0
 
@@ -69,28 +64,25 @@ def choose_config(
     # for four stages at 16K, which the rule has since.
     if dtype == torch.float32:  # without matrix units
         return ToeplitzConfig(block_m=64, block_n=64, block_k=32, num_stages=2)
-    config = _by_shape(length, columns, heads, hopper)
+    config = _by_shape(length, columns, heads)
     stage_bytes = (config.block_m + config.block_n) * config.block_k * dtype.itemsize
-    all_slabs = cdiv(config.fold * columns, config.block_n) * heads
+    all_slabs = cdiv(columns, config.block_n) * heads
     # With 64 sequences the input exceeds the cache: 6 heads at 8K take 3,532 us at once, 2,634 slab by slab.
     cached_slabs = max(1, CACHED // (max(1, length) * config.block_n * dtype.itemsize))
     return config._replace(
-        # The copy engine takes rows of a multiple of 16 bytes alone, 8 values.
-        descriptors=hopper and columns % (8 if config.fold > 1 else config.block_n) == 0,
+        descriptors=hopper and columns % config.block_n == 0,
         num_stages=min(config.num_stages, max(2, shared // stage_bytes)),
         slabs=cached_slabs if cached_slabs < all_slabs else 0,
     )
 
 
-def _by_shape(length: int, columns: int, heads: int, hopper: bool) -> ToeplitzConfig:
+def _by_shape(length: int, columns: int, heads: int) -> ToeplitzConfig:
     """Return blocks and the depth of the pipeline for 16-bit operands: 128 x 128, wider or narrower.
 
     Each limit lies somewhere between a measured shape for which one choice was faster and one for which the other was.
     """
     rows = cdiv(length, 128)
     programs = rows * cdiv(columns, 128) * heads
-    if columns <= 64 and columns % 8 == 0 and length > FOLDED and hopper:
-        return ToeplitzConfig(num_warps=8, num_stages=4, fold=2)
     # Blocks of 64 columns: there are no more, or wider ones would not occupy 132 multiprocessors.
     if (columns <= 64 and length > 2048 and rows * heads > 96) or (columns > 128 and length <= 2048 and programs < 132):
         return ToeplitzConfig(block_n=64, num_stages=5)
@@ -125,101 +117,68 @@ def toeplitz_matmul(
         config = choose_config(
             length=length, columns=columns, heads=heads, dtype=x.dtype, hopper=hopper, shared=shared_memory(x.device)
         )
-    scaled = _prescale(x, before, config.fold, transpose)
-    num_m = cdiv(scaled.shape[1], config.fold * config.block_m)
-    num_n = cdiv(scaled.shape[2], config.block_n)
-    slabs = min(config.slabs or num_n * heads, num_n * heads)
-    numbers = length, columns, *strides(out), after.stride(0), num_m, num_n, heads, slabs
-    constants = {
-        "D": dim, "BM": config.block_m, "BN": config.block_n, "BK": config.block_k, "TRANSPOSE": transpose,
-        "TILE": TILE, "STAGES": config.num_stages, "num_warps": config.num_warps, "num_stages": config.num_stages,
-        "device": x.device,
-    }  # fmt: skip
-    grid = (num_m * num_n * heads,)
-    if not config.descriptors:
-        launch(
-            toeplitz_kernel, grid, scaled, tiles, after, out, *numbers, tiles.stride(0), **constants,
-            EVEN_T=length % max(config.block_m, config.block_k) == 0, EVEN_N=columns % config.block_n == 0,
-            PRECISION=product_precision(x.dtype),
-        )  # fmt: skip
-        return out
-    # What the bulk copy engine reads: the scaled input, and all tiles stacked as [-, TILE]. Descriptors are built on
-    # the host: device code would need scratch memory for them, which a CUDA graph would have to keep.
-    tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
-    x_desc = TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n])
-    tiles_desc = TensorDescriptor.from_tensor(tiles.view(-1, TILE), tile)
+    # A pass by itself: with it 3 heads at 4K take 99 us, scaled within the product 128; below 2K the pass loses 4 us.
+    scaled = x.new_empty(heads, length, columns)
     launch(
-        toeplitz_descriptor_kernel, grid, x_desc, tiles_desc, after, out, *numbers, scaled.shape[1], tiles.shape[1],
-        **constants, FOLD=config.fold,
+        prescale_kernel, (cdiv(length, 32), cdiv(columns, 128), heads), x, before, scaled, length, columns,
+        *strides(x), before.stride(0), D=dim, BT=32, BN=128, num_warps=4, device=x.device,
+    )  # fmt: skip
+    operands = scaled, tiles
+    if config.descriptors:  # all tiles stacked as [-, TILE]
+        # Built on the host: device code would need scratch memory for them, which a CUDA graph would have to keep.
+        tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
+        operands = (
+            TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n]),
+            TensorDescriptor.from_tensor(tiles.view(-1, TILE), tile),
+        )
+    num_m, num_n = cdiv(length, config.block_m), cdiv(columns, config.block_n)
+    launch(
+        toeplitz_kernel, (num_m * num_n * heads,), *operands, after, out, length, columns, *strides(out),
+        after.stride(0), num_m, num_n, heads, min(config.slabs or num_n * heads, num_n * heads), tiles.shape[1],
+        D=dim, BM=config.block_m, BN=config.block_n, BK=config.block_k, TRANSPOSE=transpose, TILE=TILE,
+        EVEN_T=length % max(config.block_m, config.block_k) == 0, EVEN_N=columns % config.block_n == 0,
+        DESCRIPTORS=config.descriptors, PRECISION=product_precision(x.dtype), STAGES=config.num_stages,
+        num_warps=config.num_warps, num_stages=config.num_stages, device=x.device,
     )  # fmt: skip
     return out
 
 
-def _prescale(x: Tensor, before: Tensor, fold: int, transpose: bool) -> Tensor:
-    """Return x * before as contiguous `[F, rows, fold N]`; without folding there are T rows.
-
-    Folded, columns r N to (r + 1) N are the rows r - fold + 1 tiles further down (r tiles transposed), zero beyond T.
-    """
-    # A pass by itself: with it 3 heads at 4K take 99 us, scaled within the product 128; below 2K the pass loses 4 us.
-    batch, heads, length, dim = x.shape
-    columns = batch * dim
-    rows = length if fold == 1 else cdiv(length, fold * TILE) * fold * TILE
-    scaled = x.new_empty(heads, rows, fold * columns)
-    launch(
-        prescale_kernel, (cdiv(rows, 32), cdiv(fold * columns, 128), heads), x, before, scaled, length, columns, rows,
-        *strides(x), before.stride(0),
-        D=dim, BT=32, BN=128, FOLD=fold, FIRST=0 if transpose else 1 - fold, TILE=TILE, num_warps=4, device=x.device,
-    )  # fmt: skip
-    return scaled
-
-
-@triton.jit(do_not_specialize=["T", "rows"])
+@triton.jit(do_not_specialize=["T"])
 def prescale_kernel(
-    x_ptr, before_ptr, out_ptr, T, N, rows,
-    x_stride_b, x_stride_h, x_stride_t, before_stride_h,
-    D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, FOLD: tl.constexpr, FIRST: tl.constexpr, TILE: tl.constexpr,
+    x_ptr, before_ptr, out_ptr, T, N, x_stride_b, x_stride_h, x_stride_t, before_stride_h,
+    D: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Write x * before, rounded to x's dtype, as contiguous [F, rows, FOLD N].
-
-    Columns r N to (r + 1) N are the rows FIRST + r tiles further down, zero outside of 0 to T.
-    """
+    """Write x * before, rounded to x's dtype, as contiguous [F, T, N]."""
     i_h = tl.program_id(2).to(tl.int64)
     o_t = tl.program_id(0) * BT + tl.arange(0, BT)
     o_n = tl.program_id(1) * BN + tl.arange(0, BN)
-    mask = (o_t < rows)[:, None] & (o_n < FOLD * N)[None, :]
-    p_out = out_ptr + (i_h * rows + o_t.to(tl.int64)[:, None]) * (FOLD * N) + o_n[None, :]
-    if FOLD == 1:
-        row = o_t.to(tl.int64)
-        column = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
-        b_x = tl.load(x_ptr + i_h * x_stride_h + row[:, None] * x_stride_t + column[None, :], mask=mask, other=0.0)
-        b_before = tl.load(before_ptr + i_h * before_stride_h + o_t, mask=o_t < T, other=0.0)[:, None]
-    else:
-        source = o_t[:, None] + (FIRST + o_n // N)[None, :] * TILE
-        inside = mask & (source >= 0) & (source < T)
-        own = o_n % N
-        column = (own // D).to(tl.int64) * x_stride_b + own % D
-        p_x = x_ptr + i_h * x_stride_h + source.to(tl.int64) * x_stride_t + column[None, :]
-        b_x = tl.load(p_x, mask=inside, other=0.0)
-        b_before = tl.load(before_ptr + i_h * before_stride_h + source, mask=inside, other=0.0)
+    mask = (o_t < T)[:, None] & (o_n < N)[None, :]
+    p_out = out_ptr + (i_h * T + o_t.to(tl.int64)[:, None]) * N + o_n[None, :]
+    row = o_t.to(tl.int64)
+    column = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
+    b_x = tl.load(x_ptr + i_h * x_stride_h + row[:, None] * x_stride_t + column[None, :], mask=mask, other=0.0)
+    b_before = tl.load(before_ptr + i_h * before_stride_h + o_t, mask=o_t < T, other=0.0)[:, None]
     tl.store(p_out, (b_x.to(tl.float32) * b_before).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_h", "slabs"])
+@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_h", "slabs", "tiles_per_head"])
 def toeplitz_kernel(
-    x_ptr, table_ptr, after_ptr, out_ptr, T, N, out_stride_b, out_stride_h, out_stride_t, after_stride_h,
-    num_m, num_n, num_h, slabs, table_stride_h,
+    x, tiles, after_ptr, out_ptr, T, N, out_stride_b, out_stride_h, out_stride_t, after_stride_h,
+    num_m, num_n, num_h, slabs, tiles_per_head,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, TRANSPOSE: tl.constexpr, TILE: tl.constexpr,
-    EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    EVEN_T: tl.constexpr, EVEN_N: tl.constexpr, DESCRIPTORS: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Compute one [BM, BN] block of one head's output from the scaled input [F, T, N] and tiles [F, -, TILE, TILE]."""
+    """Compute one [BM, BN] block of one head's output from the scaled input [F, T, N] and tiles [F, -, TILE, TILE].
+
+    Both are read through addresses, or as DESCRIPTORS, the tiles then stacked as [-, TILE].
+    """
     i_m, i_h, i_n = block_of(tl.program_id(0), num_m, num_n, num_h, slabs)
-    i_h = i_h.to(tl.int64)
     # Forward the last rows sum over most keys, transposed the first ones do.
     if not TRANSPOSE:
         i_m = num_m - 1 - i_m
     m0 = i_m * BM
     o_n = i_n * BN + tl.arange(0, BN)
-    o_k = tl.arange(0, BK)
     # Only blocks that reach the diagonal or lie beyond it; within a tile on the diagonal the table itself holds zeros.
     if TRANSPOSE:
         lo = (m0 // BK) * BK
@@ -228,77 +187,35 @@ def toeplitz_kernel(
         lo = m0 * 0  # a tensor, for `.to` below; Triton 3.7 makes one of a plain 0 too
         hi = tl.minimum(m0 + BM, T)
 
-    table_ptr += i_h * table_stride_h
-    p_x = x_ptr + (i_h * T + lo.to(tl.int64)) * N
-    o_x = o_k[:, None] * N + o_n[None, :]
-    acc = tl.zeros((BM, BN), dtype=tl.float32)
-    for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
-        b_g = _load_tile(table_ptr, m0, k0, TRANSPOSE, TILE, BM, BK)
-        b_x = _load_input(p_x + o_x, k0 + o_k < T, o_n < N, EVEN_T, EVEN_N)
-        acc = add_product(acc, b_g, b_x, PRECISION)  # sum_j g(i - j) u[j] (S.13); transposed g(j - i) (S.15)
-        p_x += BK * N
-    _store_scaled(
-        out_ptr + i_h * out_stride_h, after_ptr + i_h * after_stride_h, acc, m0 + tl.arange(0, BM), o_n, T, N,
-        out_stride_b, out_stride_t, D,
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["T", "num_m", "num_n", "num_h", "slabs", "rows"])
-def toeplitz_descriptor_kernel(
-    x_desc, tiles_desc, after_ptr, out_ptr, T, N, out_stride_b, out_stride_h, out_stride_t, after_stride_h,
-    num_m, num_n, num_h, slabs, rows, tiles_per_head,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TRANSPOSE: tl.constexpr, TILE: tl.constexpr, STAGES: tl.constexpr, FOLD: tl.constexpr,
-):  # fmt: skip
-    """Compute [BM, BN] of one head's output, from the scaled input [F, rows, FOLD N] and tiles stacked as [-, TILE].
-
-    With FOLD, columns r N to (r + 1) N are those of the r-th of FOLD consecutive blocks of BM rows. For the next of
-    these blocks a tile of the matrix multiplies the input one block further down, which `prescale_kernel` has laid out
-    as further columns: so a tile read once serves all.
-    """
-    i_m, i_h, i_n = block_of(tl.program_id(0), num_m, num_n, num_h, slabs)
-    if not TRANSPOSE:
-        i_m = num_m - 1 - i_m
-    # One range of keys serves all FOLD blocks: forward that of the last block, transposed that of the first.
-    m0 = i_m * FOLD * BM
-    if TRANSPOSE:
-        lo = (m0 // BK) * BK
-        hi = rows
+    if DESCRIPTORS:
+        first = i_h * tiles_per_head * TILE
     else:
-        m0 += (FOLD - 1) * BM
-        lo = m0 * 0  # a tensor, as above
-        hi = tl.minimum(m0 + BM, rows)
-    first = i_h * tiles_per_head * TILE
+        p_tiles = tiles + i_h.to(tl.int64) * tiles_per_head * (TILE * TILE)
+        o_k = tl.arange(0, BK)
+        p_x = x + (i_h.to(tl.int64) * T + lo.to(tl.int64)) * N
+        o_x = o_k[:, None] * N + o_n[None, :]
     acc = tl.zeros((BM, BN), dtype=tl.float32)
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
-        if TRANSPOSE:
-            row = first + (k0 // TILE - m0 // TILE) * TILE + k0 % TILE
-            # The tile is read as it lies and turned here: both directions share one table.
-            b_g = tl.trans(tiles_desc.load([row, m0 % TILE]))
+        if DESCRIPTORS:
+            if TRANSPOSE:
+                # The tile is read as it lies and turned here: both directions share one table.
+                b_g = tl.trans(tiles.load([first + (k0 // TILE - m0 // TILE) * TILE + k0 % TILE, m0 % TILE]))
+            else:
+                b_g = tiles.load([first + (m0 // TILE - k0 // TILE) * TILE + m0 % TILE, k0 % TILE])
+            b_x = x.load([i_h, k0, i_n * BN]).reshape(BK, BN)
         else:
-            row = first + (m0 // TILE - k0 // TILE) * TILE + m0 % TILE
-            b_g = tiles_desc.load([row, k0 % TILE])
-        b_x = x_desc.load([i_h, k0, i_n * BN]).reshape(BK, BN)
-        acc = tl.dot(b_g, b_x, acc)  # 16-bit operands alone come here, so sums need no `add_product`
+            b_g = _load_tile(p_tiles, m0, k0, TRANSPOSE, TILE, BM, BK)
+            b_x = _load_input(p_x + o_x, k0 + o_k < T, o_n < N, EVEN_T, EVEN_N)
+            p_x += BK * N
+        acc = add_product(acc, b_g, b_x, PRECISION)  # sum_j g(i - j) u[j] (S.13); transposed g(j - i) (S.15)
 
+    o_m = m0 + tl.arange(0, BM)
     i_h = i_h.to(tl.int64)
-    o_m = i_m * FOLD * BM + tl.arange(0, BM)
-    o_n = i_n * BN + tl.arange(0, BN)
-    for r in tl.static_range(FOLD):  # columns of another block of rows are left out by the mask
-        _store_scaled(
-            out_ptr + i_h * out_stride_h, after_ptr + i_h * after_stride_h, acc, o_m + r * BM, o_n - r * N, T, N,
-            out_stride_b, out_stride_t, D,
-        )  # fmt: skip
-
-
-@triton.jit
-def _store_scaled(p_out, p_after, acc, o_m, o_n, T, N, out_stride_b, out_stride_t, D: tl.constexpr):
-    """Store after * acc [BM, BN] in rows `o_m` and columns `o_n`; those outside of 0 to T and 0 to N are left out."""
-    b_after = tl.load(p_after + o_m, mask=o_m < T, other=0.0)
+    b_after = tl.load(after_ptr + i_h * after_stride_h + o_m, mask=o_m < T, other=0.0)
     column = (o_n // D).to(tl.int64) * out_stride_b + o_n % D
-    p_rows = p_out + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
-    mask = (o_m < T)[:, None] & ((o_n >= 0) & (o_n < N))[None, :]
-    tl.store(p_rows, (acc * b_after[:, None]).to(p_out.dtype.element_ty), mask=mask)
+    p_out = out_ptr + i_h * out_stride_h + o_m.to(tl.int64)[:, None] * out_stride_t + column[None, :]
+    b_out = (acc * b_after[:, None]).to(out_ptr.dtype.element_ty)
+    tl.store(p_out, b_out, mask=(o_m < T)[:, None] & (o_n < N)[None, :])
 
 
 @triton.jit

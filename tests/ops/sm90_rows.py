@@ -90,14 +90,14 @@ def toeplitz_rows() -> Iterator[tuple[str, list[Launch]]]:
                 for transpose in (False, True):
                     options = {"transpose": transpose, "config": config}
                     scaling, product = recorded(toeplitz_matmul, x, tiles, scale, scale, **options)
-                    yield f"{NAMES[dtype]} D{dim}", [scaling] if config.fold == 1 else []
+                    yield f"{NAMES[dtype]} D{dim}", [scaling]
                     yield f"{NAMES[dtype]} D{dim} {compiled_name(config)} {direction(transpose)}", [product]
 
 
 def compiled_name(config: ToeplitzConfig) -> str:
     """A configuration's name without what the compiler never sees."""
-    fold = f" f{config.fold}" if config.fold > 1 else ""
-    return f"{config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}{fold}"
+    descriptors = " descriptors" if config.descriptors else ""
+    return f"{config.block_m}x{config.block_n}x{config.block_k} w{config.num_warps} s{config.num_stages}{descriptors}"
 
 
 def direction(transpose: bool) -> str:

@@ -26,15 +26,11 @@ that and take 1.9 times as long. The float32 forward at 192 channels has the sma
 WGMMA_ROWS = 64
 """Rows of the smallest tile that Hopper's own matrix instructions take; smaller ones go through the older ones."""
 TILE_ROWS = {
-    "toeplitz_kernel": "BM", "toeplitz_descriptor_kernel": "BM", "fused_forward_kernel": "BM",
-    "query_block_kernel": "BM", "key_block_kernel": "BK", "flash_decode_kernel": "BM", "mix_kernel": "C",
-    "states_kernel": "P", "fill_kernel": "P", "step_kernel": "P",
+    "toeplitz_kernel": "BM", "fused_forward_kernel": "BM", "query_block_kernel": "BM", "key_block_kernel": "BK",
+    "flash_decode_kernel": "BM", "mix_kernel": "C", "states_kernel": "P", "fill_kernel": "P", "step_kernel": "P",
 }  # fmt: skip
 """The constant with the rows of its products, by kernel."""
-PROGRAMS = {
-    "toeplitz_kernel bf16 D64 128x128x64 w4 s3": 2,
-    "toeplitz_descriptor_kernel bf16 D64 128x128x64 w4 s3": 2,
-}
+PROGRAMS = {"toeplitz_kernel bf16 D64 128x128x64 w4 s3": 2}
 """Programs that must fit on one multiprocessor at a time, by start of name; one otherwise."""
 
 

@@ -9,7 +9,6 @@ from tests.ops.nan_memory import inside_nan, wrong_product
 
 SMALL = {"block_m": 64, "block_n": 64, "block_k": 32, "num_warps": 4, "num_stages": 2}
 DESCRIPTOR = {**SMALL, "descriptors": True}
-FOLDED = {**DESCRIPTOR, "block_m": 128, "fold": 2}
 TOLERANCE = {"float32": 1e-6, "float16": 6e-4, "bfloat16": 4.5e-3}
 
 
@@ -35,7 +34,7 @@ FORWARD = {
     "slabs": Case(config={**SMALL, "slabs": 2}, heads=3),
     "descriptor": Case(dtype="float16", dim=64, config=DESCRIPTOR),
     "descriptor-T1": Case(dtype="float16", length=1, extra=0, dim=16, config=DESCRIPTOR),
-    "folded-slabs": Case(dtype="float16", length=200, dim=64, heads=3, config={**FOLDED, "slabs": 2}),
+    "descriptor-slabs": Case(dtype="float16", length=200, dim=64, heads=3, config={**DESCRIPTOR, "slabs": 2}),
     "default": Case(config=None),
     "half-default-narrow": Case(dtype="float16", dim=64, batch=1, config=None),
 }
@@ -43,7 +42,7 @@ BOTH = {
     "T64-D64": Case(length=64, dim=64, extra=0),
     "T200-D60": Case(length=200, batch=1),
     "descriptor-D60": Case(dtype="float16", length=200, config=DESCRIPTOR),
-    "folded-T513": Case(dtype="float16", length=513, dim=16, config=FOLDED),
+    "descriptor-T513": Case(dtype="float16", length=513, dim=16, config={**DESCRIPTOR, "block_m": 128}),
     "half-default": Case(dtype="float16", dim=64, config=None),
     "bfloat-default": Case(dtype="bfloat16", dim=64, config=None),
 }
