@@ -23,8 +23,9 @@ from saf.heads import HeadLayout, roles_of
 from saf.hf.cache import fit_cache
 from saf.hf.families import Family
 from saf.models.adapter import Receiver, Removed
+from saf.models.frozen_layout import LayoutMixin
 from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
-from saf.ops.frozen_heads import LayoutMixin, beyond_patterns
+from saf.ops.frozen_heads import beyond_patterns
 from saf.ops.linear import RecurrentState
 from saf.ops.tensors import CachePosition, cached_order, device_assert, first_real, join_heads, left_padding
 

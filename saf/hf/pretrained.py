@@ -37,7 +37,7 @@ from saf.heldout import perplexity_rise
 from saf.hf.adapter import TransformersAdapter
 from saf.hf.attention import NAME, HeadState, config_entry, state_of
 from saf.models.adapter import Adapter, adapter_for
-from saf.ops.frozen_heads import LAYOUT, compare_layouts
+from saf.models.frozen_layout import LAYOUT, compare_layouts
 from saf.records.files import new_files, write_atomically
 from saf.records.run import heads_in_words
 from saf.records.table import signed

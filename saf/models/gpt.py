@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from saf.errors import InputError, UnsupportedError, check_name, shown
 from saf.heads import HeadLayout
+from saf.models.frozen_layout import LayoutMixin
 from saf.ops import FrozenHeads, attention_products, frozen_attention, live_attention, summed
-from saf.ops.frozen_heads import LayoutMixin
 from saf.ops.loss_and_gelu import gelu_linear, linear_cross_entropy, linear_log_probs
 from saf.ops.tensors import flat_heads, left_padding
 

@@ -1,7 +1,7 @@
 """The operators of layers with live and frozen heads: one dispatch, several backends. Begin with `attention`.
 
     attention      checks a call and decides how it is computed
-    frozen_heads   a layer's patterns, as its backend prepared them; the rule of backend "auto"; their layout on disk
+    frozen_heads   a layer's patterns, as its backend prepared them; the rule of backend "auto"
     backend        how operators are registered; what a backend must offer; the reference, oracle of the others
     toeplitz       backend of compact and dense patterns, the default
     linear         backend of exponential patterns, in linear time
@@ -24,12 +24,11 @@ from saf.ops.attention import (
     attention_parts,
     attention_products,
     frozen_attention,
-    live_heads,
     mixed_attention,
     summed,
 )
 from saf.ops.frozen_heads import BACKENDS, FrozenHeads, choose_backend, explain, for_graphs
-from saf.ops.live import live_attention
+from saf.ops.live import live_attention, live_heads
 
 __all__ = [
     "BACKENDS",

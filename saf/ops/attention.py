@@ -9,7 +9,7 @@ heads too. Otherwise SDPA computes live heads, and frozen heads go to their back
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +17,11 @@ from torch.nn import functional as F
 
 from saf.errors import InputError, UnsupportedError
 from saf.ops.backend import has_tangent
-from saf.ops.flash_decode import MOST_ROWS, flash_decode, largest_group, unsupported_reason
+from saf.ops.flash_decode import MOST_ROWS, flash_decode, unsupported_reason
 from saf.ops.frozen_heads import BACKENDS, FrozenHeads, FrozenPart
 from saf.ops.fused import mix_few
 from saf.ops.linear import RecurrentState
-from saf.ops.live import FLASH_DECODE, check_kernel, live_attention
+from saf.ops.live import FLASH_DECODE, check_kernel, largest_group, live_heads
 from saf.ops.tensors import (
     CachePosition,
     cached_order,
@@ -159,29 +159,6 @@ def frozen_attention(
     position, no_heads = _position(value, rows, left_pad, cache_position), value[:, :0]
     call = Call(no_heads[:, :, :rows], no_heads, value, frozen, (), frozen_kv, position, state=state)
     return join_heads(*_compute(call))
-
-
-def live_heads(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...], **options: Any) -> Tensor:
-    """Return `live_attention` of live slots, `[B, L, Tq, D]`: `key [B, K, T, D]` of the value heads that they read.
-
-    SDPA takes groups of one size, in ascending order. Other groups take a key for each query where sequences are whole.
-    With fewer rows some queries are computed twice instead. `options` are those of `live_attention`.
-    """
-    used = tuple(sorted(set(live_kv)))
-    size = largest_group(live_kv)
-    if live_kv == tuple(head for head in used for _ in range(size)):
-        return live_attention(query, key, take_heads(value, used), **options)
-    if query.shape[-2] == key.shape[-2]:
-        key = take_heads(key, tuple(map(used.index, live_kv)))
-        return live_attention(query, key, take_heads(value, live_kv), **options)
-    # After a cache keys are many and queries few: every group is filled up to the size of the largest by repeating its
-    # last query, and no key is copied.
-    order: list[int] = []
-    for head in used:
-        group = [slot for slot, each in enumerate(live_kv) if each == head]
-        order += group + group[-1:] * (size - len(group))
-    output = live_attention(take_heads(query, tuple(order)), key, take_heads(value, used), **options)
-    return take_heads(output, tuple(order.index(slot) for slot in range(len(live_kv))))
 
 
 # --- the decision

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from saf.ops.backend import Tables, ValueHeads, has_tangent, operator, uses_triton
-from saf.ops.live import score_scale
+from saf.ops.live import largest_group, score_scale
 from saf.ops.tensors import CachePosition, cached_order, heads_like, unit_stride
 
 # Dtypes of values: in float32 the keys and values read at once exceed a multiprocessor's shared memory.
@@ -48,11 +48,6 @@ def decode_maps(kv_head: ValueHeads, num_frozen: int, device: torch.device) -> T
         "kv_readers": [slots + [-1] * (most - len(slots)) for slots in readers],
     }
     return {name: torch.tensor(values, dtype=torch.int32, device=device) for name, values in maps.items()}
-
-
-def largest_group(live_kv: tuple[int, ...]) -> int:
-    """Return how many live slots read one KV head at most."""
-    return max([1, *[live_kv.count(head) for head in set(live_kv)]])  # torch.compile knows no max(..., default=)
 
 
 def unsupported_reason(

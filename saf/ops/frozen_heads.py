@@ -1,10 +1,8 @@
-"""`FrozenHeads`: the frozen heads of one layer, their backend, and their layout in state dicts.
+"""`FrozenHeads`: the frozen heads of one layer, as tables of their backend.
 
-`choose_backend` has the rule of `"auto"`; `for_graphs` tells layers that a CUDA graph will replay their launches;
-`LayoutMixin` writes into a layer's state dict which heads are frozen, so that weights of other heads are refused.
+`choose_backend` has the rule of `"auto"`; `for_graphs` tells layers that a CUDA graph will replay their launches.
 """
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -12,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from saf.errors import CheckpointError, InputError, UnsupportedError, check_name
-from saf.heads import EDITED, KINDS, HeadLayout
+from saf.errors import InputError, UnsupportedError, check_name
 from saf.ops.backend import Backend, Reference, Tables, uses_triton
 from saf.ops.fused import Fused
 from saf.ops.linear import Linear
@@ -69,10 +66,9 @@ class FrozenHeads(nn.Module):
             if not one.trainable:
                 self.groups[name] = (*self.groups.get(name, ()), slot)
         self.dtypes: tuple[torch.dtype, ...] = ()
-        # A backend's tables for one dtype, by (dtype, backend): the names of the buffers that hold the tensors among
-        # them, and the rest, such as tuples of slots.
-        self._buffer_names: dict[tuple[torch.dtype, str], dict[str, str]] = {}
-        self._constants: dict[tuple[torch.dtype, str], dict[str, Any]] = {}
+        # A backend's tables for one dtype, by (dtype, backend): of tensors the names of their buffers, all else, such
+        # as tuples of slots, as it is.
+        self._tables: dict[tuple[torch.dtype, str], dict[str, Any]] = {}
 
     @classmethod
     def from_patterns(
@@ -127,15 +123,12 @@ class FrozenHeads(nn.Module):
     def _add_tables(self, dtype: torch.dtype, backend: str, tables: Tables) -> None:
         """Register the tensors among tables as buffers, so that they move with the model; store the rest."""
         prefix = f"{str(dtype).removeprefix('torch.')}_{backend}"
-        names = self._buffer_names[dtype, backend] = {}
-        constants = self._constants[dtype, backend] = {}
+        stored = self._tables[dtype, backend] = dict(tables)
         for name, table in tables.items():
             if isinstance(table, Tensor):
-                names[name] = f"{prefix}_{name}"
+                stored[name] = f"{prefix}_{name}"
                 # Not persistent: a state dict has patterns' parameters at most, and tables follow from patterns.
-                self.register_buffer(names[name], table, persistent=False)
-            else:
-                constants[name] = table
+                self.register_buffer(stored[name], table, persistent=False)
 
     def parts(self, dtype: torch.dtype) -> list[FrozenPart]:
         """Return the fixed patterns by backend; raise InputError where none were prepared for values of `dtype`."""
@@ -149,8 +142,8 @@ class FrozenHeads(nn.Module):
 
     def tables(self, dtype: torch.dtype, backend: str | None = None) -> Tables:
         """Return the tables of a backend, by default `self.backend`, for values of `dtype`."""
-        key = dtype, backend or self.backend
-        return self._constants[key] | {name: self._buffers[buffer] for name, buffer in self._buffer_names[key].items()}
+        stored = self._tables[dtype, backend or self.backend]
+        return {name: self._buffers[table] if isinstance(table, str) else table for name, table in stored.items()}
 
     def logits(self) -> tuple[Tensor, Tensor]:
         """Return alpha and rho of the trainable patterns, `[trainable, T]` each."""
@@ -159,8 +152,8 @@ class FrozenHeads(nn.Module):
 
     def compile_key(self) -> tuple[Any, ...]:
         """Return what code compiled for these heads depends on besides the shapes and dtypes of tensors."""
-        constants = tuple((*key, *sorted(tables.items())) for key, tables in self._constants.items())
-        return self.backend, self.max_length, self.kv_head, self.trainable, self.num_frozen, self.replayed, constants
+        tables = tuple((*key, *sorted(stored.items())) for key, stored in self._tables.items())
+        return self.backend, self.max_length, self.kv_head, self.trainable, self.num_frozen, self.replayed, tables
 
     @property
     def allocated(self) -> int:
@@ -215,9 +208,10 @@ class FrozenHeads(nn.Module):
         backend = BACKENDS[self.backend]
         # A dtype that the backend does not take is left out: the cast succeeds, and `parts` refuses such values.
         dtypes = [dtype for dtype in dict.fromkeys(dtypes) if backend.unsupported_reason(device, dtype) is None]
-        for key in [key for key in self._buffer_names if key[0] in dtypes]:
-            for buffer in self._buffer_names.pop(key).values():
-                del self._buffers[buffer]
+        for key in [key for key in self._tables if key[0] in dtypes]:
+            for table in self._tables.pop(key).values():
+                if isinstance(table, str):
+                    del self._buffers[table]
         if dtypes:
             self._prepare(self.patterns, dtypes, device)
         return self
@@ -295,79 +289,3 @@ def explain(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float
         how = backend.how.format(framework) if reason is None else f"no: {reason}"
         lines.append(f"{name} on {device.type}, {str(dtype).removeprefix('torch.')}: {how}")
     return [*lines, f"auto: {choose_backend('auto', device=device, dtypes=[dtype])}"]
-
-
-# --- the layout in a state dict
-
-# The name of the layout in a state dict, after the layer's prefix.
-LAYOUT = "frozen_layout"
-
-
-class LayoutMixin(nn.Module):
-    """Write into the state dict which heads of an attention layer are frozen, by which patterns, and which are pruned.
-
-    `frozen_layout [H, 2]`, int64, by original heads: the kind (its index in `KINDS`: 0 live, 1 frozen, 2 pruned), then
-    a digest of a fixed pattern. It is None, and no key of the state dict, while all heads are live. `load_state_dict`
-    raises CheckpointError for weights of this layer with another layout or without one, also with `strict=False`. Of
-    the patterns only trainable ones, which are parameters, are in a state dict: `saf.save` writes all of them.
-    """
-
-    # Not a buffer: averaging or casting all buffers of a model would round the digests.
-    frozen_layout: Tensor | None = None
-
-    def set_layout(self, layout: HeadLayout, frozen: FrozenHeads | None) -> None:
-        """Set `frozen_layout` for these heads."""
-        self.frozen_layout = None
-        if not layout.ordinary:
-            rows = torch.zeros(layout.num_heads, 2, dtype=torch.int64)
-            for number, kind in enumerate(KINDS):
-                rows[list(getattr(layout, kind)), 0] = number
-            for head, pattern in zip(layout.frozen, () if frozen is None else frozen.patterns, strict=True):
-                rows[head, 1] = 0 if pattern.trainable else _digest(pattern)
-            self.frozen_layout = rows
-
-    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if self.frozen_layout is not None:
-            # A copy, because code that averages models writes into a state dict's tensors.
-            destination[prefix + LAYOUT] = self.frozen_layout.clone()
-
-    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        """Compare layouts before any weight of the layer is loaded; this model keeps its own."""
-        if any(name.startswith(prefix) for name in state_dict):  # a state dict of other layers says nothing of this one
-            compare_layouts(prefix.rstrip("."), self.frozen_layout, state_dict.get(prefix + LAYOUT))
-        weights = {name: tensor for name, tensor in state_dict.items() if name != prefix + LAYOUT}
-        super()._load_from_state_dict(weights, prefix, *rest)
-
-
-def compare_layouts(layer: str, current: Tensor | None, stored: Tensor | None) -> None:
-    """Raise CheckpointError unless a layer's `current` layout is the one `stored` with its weights."""
-    if stored is not None and (stored.dtype != torch.int64 or stored.shape[1:] != (2,)):
-        got = f"{stored.dtype} {list(stored.shape)}"
-        raise CheckpointError(f"{layer}.{LAYOUT} must be int64 [heads, 2], got {got}: the file is damaged")
-    here, there = ([] if each is None else each.tolist() for each in (current, stored))
-    if here != there:
-        heads = _describe(there) if _describe(there) != _describe(here) else "other patterns"
-        raise CheckpointError(
-            f"{layer}: the state dict has {heads}, this layer has {_describe(here)}; freeze or prune the same heads "
-            "first, as saf.load does, or undo with saf.uninstall_"
-        )
-
-
-def _describe(rows: list[list[int]]) -> str:
-    """Return "frozen heads [0, 1]", or "frozen heads none", and other edited heads the same way."""
-    described = []
-    for number, kind in enumerate(KINDS):
-        heads = [head for head, row in enumerate(rows) if row[0] == number]
-        if kind == "frozen" or (heads and kind in EDITED):
-            described.append(f"{kind} heads {heads or 'none'}")
-    return ", ".join(described)
-
-
-def _digest(pattern: Pattern) -> int:
-    """Return 63 bits of a hash of a pattern's tensors."""
-    digest = hashlib.sha256()
-    for name, tensor in sorted(pattern.state().items()):
-        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.cpu().contiguous().view(torch.uint8).numpy().data)
-    return int.from_bytes(digest.digest()[:8], "big") >> 1  # the 64th bit is int64's sign

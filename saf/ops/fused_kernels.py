@@ -196,29 +196,26 @@ def fused_forward_kernel(
     b_out = tl.zeros((BM, DP), dtype=tl.float32)
     scale = tl.cast(scale, tl.float32)  # compilers that launch this hand over float64
 
-    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in fused.py. Nested ifs, because HAS_* are compile-time
-    # constants: the code of an absent kind is left out.
-    if HAS_LIVE:  # noqa: SIM102
-        if state == 0:
-            i_q = tl.load(query_ptr + i_h).to(tl.int64)
-            p_k = k_ptr + i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
-            b_out = _live_rows(
-                b_out, q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_k, p_v, lse_ptr + (i_b * L + i_q) * T,
-                m0, T, scale, q_stride_t, k_stride_t, v_stride_t, D, DP, BM, BK, EVEN, STAGES,
-            )  # fmt: skip
-    if HAS_COMPACT:  # noqa: SIM102
-        if state == 1:
-            b_out = _compact_rows(
-                b_out, p_v, alpha_ptr + slot * covered, band_ptr + slot * 4 * band_width(covered, PAD),
-                log_z_ptr + slot * covered, m0, T, band_width(covered, PAD), v_stride_t,
-                D, DP, BM, BK, PAD, EVEN, STAGES,
-            )  # fmt: skip
-    if HAS_DENSE:  # noqa: SIM102
-        if state == 2:
-            b_out = _dense_rows(
-                b_out, p_v, dense_ptr + slot * covered * covered, m0, T, covered, v_stride_t,
-                D, DP, BM, BK, EVEN, STAGES,
-            )  # fmt: skip
+    # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in fused.py. HAS_* are compile-time constants: the
+    # code of an absent kind is left out.
+    if HAS_LIVE and state == 0:
+        i_q = tl.load(query_ptr + i_h).to(tl.int64)
+        p_k = k_ptr + i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
+        b_out = _live_rows(
+            b_out, q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_k, p_v, lse_ptr + (i_b * L + i_q) * T,
+            m0, T, scale, q_stride_t, k_stride_t, v_stride_t, D, DP, BM, BK, EVEN, STAGES,
+        )  # fmt: skip
+    if HAS_COMPACT and state == 1:
+        b_out = _compact_rows(
+            b_out, p_v, alpha_ptr + slot * covered, band_ptr + slot * 4 * band_width(covered, PAD),
+            log_z_ptr + slot * covered, m0, T, band_width(covered, PAD), v_stride_t,
+            D, DP, BM, BK, PAD, EVEN, STAGES,
+        )  # fmt: skip
+    if HAS_DENSE and state == 2:
+        b_out = _dense_rows(
+            b_out, p_v, dense_ptr + slot * covered * covered, m0, T, covered, v_stride_t,
+            D, DP, BM, BK, EVEN, STAGES,
+        )  # fmt: skip
     _store_rows(out_ptr + (i_b * T * H + i_h) * D, b_out, m0, H * D, T, D, DP, BM)
 
 
@@ -354,52 +351,17 @@ def key_block_kernel(
     # The key head that the live heads of this value head read, -1 without any: a tensor like k0, because the loop
     # carries it (Triton 3.7 makes a tensor of a plain -1 too).
     i_k = k0 * 0 - 1
+    # A single head has a loop of constant bounds, which the compiler takes apart: in a real one it would keep addresses
+    # of one kind of head alive through another's loop.
+    lo, hi, own = 0, 1, i_g
     if GROUPED:
-        lo = tl.load(group_start_ptr + i_g)
-        hi = tl.load(group_start_ptr + i_g + 1)
-        for entry in range(lo, hi):
-            b_dk, b_dv, i_k = _add_head(
-                b_dk, b_dv, i_k, tl.load(group_heads_ptr + entry), i_b, k0, p_v,
-                q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
-                alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, L, T, scale,
-                q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
-                grad_stride_b, grad_stride_h, grad_stride_t,
-                D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, STAGES,
-            )  # fmt: skip
-    else:
-        # Without a loop over heads the compiler keeps no address of one kind of head alive through another's loop.
-        b_dk, b_dv, i_k = _add_head(
-            b_dk, b_dv, i_k, tl.load(group_heads_ptr + i_g), i_b, k0, p_v,
-            q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
-            alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, L, T, scale,
-            q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
-            grad_stride_b, grad_stride_h, grad_stride_t,
-            D, DP, BM, BK, PAD, HAS_LIVE, HAS_COMPACT, HAS_DENSE, EVEN, STAGES,
-        )  # fmt: skip
-
-    _store_rows(dv_ptr + (i_b * T * num_value_heads + i_g) * D, b_dv, k0, num_value_heads * D, T, D, DP, BK)
-    if HAS_LIVE:  # noqa: SIM102
-        if i_k >= 0:
-            _store_rows(dk_ptr + (i_b * T * K + i_k) * D, b_dk * scale, k0, K * D, T, D, DP, BK)
-
-
-@triton.jit
-def _add_head(
-    b_dk, b_dv, i_k, i_h, i_b, k0, p_v,
-    q_ptr, k_ptr, grad_ptr, lse_ptr, delta_ptr, state_ptr, query_ptr, key_ptr, pattern_ptr,
-    alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, L, T, scale,
-    q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_t,
-    grad_stride_b, grad_stride_h, grad_stride_t,
-    D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
-    HAS_LIVE: tl.constexpr, HAS_COMPACT: tl.constexpr, HAS_DENSE: tl.constexpr, EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
-):  # fmt: skip
-    """Add one head's part to dV and dK of a block of keys; return its key head too if the head is live."""
-    state = tl.load(state_ptr + i_h)
-    slot = tl.load(pattern_ptr + i_h).to(tl.int64)
-    p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
-    if HAS_LIVE:  # noqa: SIM102
-        if state == 0:
+        lo, hi, own = tl.load(group_start_ptr + i_g), tl.load(group_start_ptr + i_g + 1), 0
+    for entry in range(lo, hi):
+        i_h = tl.load(group_heads_ptr + own + entry)
+        state = tl.load(state_ptr + i_h)
+        slot = tl.load(pattern_ptr + i_h).to(tl.int64)
+        p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
+        if HAS_LIVE and state == 0:
             i_q = tl.load(query_ptr + i_h).to(tl.int64)
             i_k = tl.load(key_ptr + i_h)
             rows = (i_b * L + i_q) * T
@@ -409,20 +371,21 @@ def _add_head(
                 k0, T, scale * LOG2E, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
                 D, DP, BM, BK, EVEN, STAGES,
             )  # fmt: skip
-    if HAS_COMPACT:  # noqa: SIM102
-        if state == 1:
+        if HAS_COMPACT and state == 1:
             b_dv = _compact_keys(
                 b_dv, p_grad, alpha_ptr + slot * covered, band_ptr + slot * 4 * band_width(covered, PAD),
                 log_z_ptr + slot * covered, k0, T, band_width(covered, PAD), grad_stride_t,
                 D, DP, BM, BK, PAD, EVEN, STAGES,
             )  # fmt: skip
-    if HAS_DENSE:  # noqa: SIM102
-        if state == 2:
+        if HAS_DENSE and state == 2:
             b_dv = _dense_keys(
                 b_dv, p_grad, dense_ptr + slot * covered * covered, k0, T, covered, grad_stride_t,
                 D, DP, BM, BK, EVEN, STAGES,
             )  # fmt: skip
-    return b_dk, b_dv, i_k
+
+    _store_rows(dv_ptr + (i_b * T * num_value_heads + i_g) * D, b_dv, k0, num_value_heads * D, T, D, DP, BK)
+    if HAS_LIVE and i_k >= 0:
+        _store_rows(dk_ptr + (i_b * T * K + i_k) * D, b_dk * scale, k0, K * D, T, D, DP, BK)
 
 
 @triton.jit

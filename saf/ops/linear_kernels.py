@@ -455,15 +455,6 @@ def _store_state(p_state, b_re, b_im, mask, stride):
 
 
 @triton.jit
-def load_padding(pad_ptr, o_n, m_n, D: tl.constexpr, PADDED: tl.constexpr):
-    """Load the first real position of each column's sequence, [BN]; zeros without padding."""
-    pad = o_n * 0  # a block of zeros of the type that a load has
-    if PADDED:
-        pad = tl.load(pad_ptr + o_n // D, mask=m_n, other=0).to(tl.int32)
-    return pad
-
-
-@triton.jit
 def find_columns(
     x_ptr, before_ptr, pad_ptr, i_h, i_n, N, x_stride_b, x_stride_h, before_stride_h,
     D: tl.constexpr, BN: tl.constexpr, PADDED: tl.constexpr,
@@ -476,7 +467,10 @@ def find_columns(
     m_n = o_n < N
     o_x = (o_n // D).to(tl.int64) * x_stride_b + o_n % D
     p_x, p_before = x_ptr + i_h * x_stride_h, before_ptr + i_h * before_stride_h
-    return o_n, m_n, o_x, p_x, p_before, load_padding(pad_ptr, o_n, m_n, D, PADDED)
+    pad = o_n * 0  # a block of zeros of the type that a load has
+    if PADDED:
+        pad = tl.load(pad_ptr + o_n // D, mask=m_n, other=0).to(tl.int32)
+    return o_n, m_n, o_x, p_x, p_before, pad
 
 
 @triton.jit

@@ -1,10 +1,12 @@
 """Live heads: causal softmax attention by a kernel of PyTorch, which callers may pin by name.
 
-`live_attention` computes it; `pinned` is the context in which SDPA runs one kernel only. "flash" is PyTorch's own, or
+`live_attention` computes it, `live_heads` where slots share value heads unevenly; `pinned` is the context in which SDPA
+runs one kernel only. "flash" is PyTorch's own, or
 the one that `torch.nn.attention.activate_flash_attention_impl` has put in its place.
 """
 
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
 from saf.errors import UnsupportedError, check_name
-from saf.ops.tensors import visible_keys
+from saf.ops.tensors import take_heads, visible_keys
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -64,6 +66,34 @@ def live_attention(
             query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
         )
     return _zero_padding(output.reshape(output.shape[0], heads, rows, output.shape[-1]), left_pad, columns)
+
+
+def live_heads(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...], **options: Any) -> Tensor:
+    """Return `live_attention` of live slots, `[B, L, Tq, D]`: `key [B, K, T, D]` of the value heads that they read.
+
+    SDPA takes groups of one size, in ascending order. Other groups take a key for each query where sequences are whole.
+    With fewer rows some queries are computed twice instead. `options` are those of `live_attention`.
+    """
+    used = tuple(sorted(set(live_kv)))
+    size = largest_group(live_kv)
+    if live_kv == tuple(head for head in used for _ in range(size)):
+        return live_attention(query, key, take_heads(value, used), **options)
+    if query.shape[-2] == key.shape[-2]:
+        key = take_heads(key, tuple(map(used.index, live_kv)))
+        return live_attention(query, key, take_heads(value, live_kv), **options)
+    # After a cache keys are many and queries few: every group is filled up to the size of the largest by repeating its
+    # last query, and no key is copied.
+    order: list[int] = []
+    for head in used:
+        group = [slot for slot, each in enumerate(live_kv) if each == head]
+        order += group + group[-1:] * (size - len(group))
+    output = live_attention(take_heads(query, tuple(order)), key, take_heads(value, used), **options)
+    return take_heads(output, tuple(order.index(slot) for slot in range(len(live_kv))))
+
+
+def largest_group(live_kv: tuple[int, ...]) -> int:
+    """Return how many live slots read one KV head at most."""
+    return max([1, *[live_kv.count(head) for head in set(live_kv)]])  # torch.compile knows no max(..., default=)
 
 
 def score_scale(scale: float | None, dim: int) -> float:
