@@ -242,6 +242,20 @@ def loss_of(event: Mapping[str, Any]) -> LossChange | None:
     return None if values["before"] is None or values["after"] is None else LossChange(**values)
 
 
+def current_events(events: Sequence[Mapping[str, Any]], edited: HeadSet) -> list[dict[str, Any]]:
+    """Return the events that still have some of the `edited` heads, with their number as `remaining`.
+
+    A head that was frozen, undone and frozen again counts for its last event.
+    """
+    current = []
+    for event in reversed(events):
+        heads = edited & HeadSet(event["heads"])
+        edited = edited - heads
+        if len(heads):
+            current.append({**event, "remaining": len(heads)})
+    return current[::-1]
+
+
 def budget_words(event: Mapping[str, Any]) -> str:
     """Return a clause if the interval of an event's cost ends above its budget, else nothing."""
     if note := event.get("budget_note"):  # of a model's configuration, which keeps neither budget nor interval

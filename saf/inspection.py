@@ -10,7 +10,7 @@ from torch import Tensor
 from saf.checkpoint import checkpoints, verify
 from saf.data import TokenData
 from saf.errors import CheckpointError, SafError
-from saf.freeze_report import cost_words, loss_of
+from saf.freeze_report import cost_words, current_events, loss_of
 from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, read_pattern, storage_of
 from saf.heads import EDITED, HeadSet
 from saf.opening import folder_hash, weight_files
@@ -183,19 +183,13 @@ def _costs(path: Path, edited: HeadSet) -> list[dict[str, Any]]:
     has when the model is saved again.
     """
     recorded = (_config_of(path).get("saf") or {}).get("events", [])
-    costs: list[dict[str, Any]] = []
-    # From the last one: heads that were frozen, undone and frozen again count for it alone, and live ones for none.
-    for event in reversed([each.values for each in read_events(path)] or recorded):
-        heads = edited & HeadSet(event["heads"])
-        edited = edited - heads
-        if not len(heads) or (loss := loss_of(event)) is None:
-            continue
-        costs.append(
-            {"kind": STATE_AFTER.get(event["kind"], event["kind"]), "num_heads": len(event["heads"])}
-            | {name: event[name] for name in _COST if event.get(name) is not None}
-            | {"perplexity_rise": loss.rise, "interval": loss.interval, "summary": cost_words(event)}
-        )
-    return costs[::-1]
+    return [
+        {"kind": STATE_AFTER.get(event["kind"], event["kind"]), "num_heads": len(event["heads"])}
+        | {name: event[name] for name in _COST if event.get(name) is not None}
+        | {"perplexity_rise": loss.rise, "interval": loss.interval, "summary": cost_words(event)}
+        for event in current_events([each.values for each in read_events(path)] or recorded, edited)
+        if (loss := loss_of(event)) is not None
+    ]
 
 
 def _config_of(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from saf.errors import CheckpointError, InputError, UnsupportedError
-from saf.freeze_report import healing_words, worst_layer_words
+from saf.freeze_report import current_events, healing_words, worst_layer_words
 from saf.frozen_state import (
     IMPORT_LINE,
     STATE_FILE,
@@ -32,7 +32,7 @@ from saf.frozen_state import (
     restore_,
     write_description,
 )
-from saf.heads import EDITED, HeadSet
+from saf.heads import EDITED
 from saf.heldout import perplexity_rise
 from saf.hf.adapter import TransformersAdapter
 from saf.hf.attention import NAME, HeadState, config_entry, state_of
@@ -80,9 +80,10 @@ def save_pretrained(
     """Save a model as transformers does, with the files about its edited heads."""
     folder, adapter = Path(save_directory), _edited_adapter(model)
     if adapter is not None and is_main_process and not folder.is_file():  # for a file the original method raises
+        entry = _entry_of(adapter)
         if not config_entry(model.config):  # heads were frozen in a submodel with its own configuration
-            model.config.saf = _entry_of(adapter)
-        _entry_of(adapter)["events"] = _current_events(adapter)
+            model.config.saf = entry
+        entry["events"] = current_events(entry["events"], adapter.heads(*EDITED))
         check_savable(adapter)
         state, tensors = description_of(adapter, checksums=True)
         with new_files(folder) as new:
@@ -269,7 +270,8 @@ def _section(adapter: Adapter) -> str:
     for number, site in enumerate(adapter.sites()):
         marks = {head: mark for kind, mark in _MARKS.items() for head in getattr(site.layout, kind)}
         rows.append(f"layer {number:3d}  {''.join(marks[head] for head in sorted(marks))}\n")
-    events = "".join(f"- {_event_line(event)}\n" for event in _current_events(adapter))
+    current = current_events(_entry_of(adapter)["events"], adapter.heads(*EDITED))
+    events = "".join(f"- {_event_line(event)}\n" for event in current)
     return (
         f"## Frozen attention heads\n\nOf its {total} attention heads this model has {heads_in_words(counts)}, a share "
         f"of {(total - counts['live']) / total:.1%}.{limit} This opens the folder:\n\n"
@@ -282,20 +284,6 @@ def _section(adapter: Adapter) -> str:
 def _entry_of(adapter: Adapter) -> dict[str, Any]:
     """Return the configuration's entry that the model's layers share."""
     return config_entry(adapter.sites()[0].attention.config)
-
-
-def _current_events(adapter: Adapter) -> list[dict[str, Any]]:
-    """Return the events that still have edited heads, with their number as `remaining`.
-
-    A head that was frozen, undone and frozen again counts for its last event.
-    """
-    edited, current = adapter.heads(*EDITED), []
-    for event in reversed(_entry_of(adapter)["events"]):
-        heads = edited & HeadSet(event["heads"])
-        edited = edited - heads
-        if len(heads):
-            current.append(event | {"remaining": len(heads)})
-    return current[::-1]
 
 
 def _event_line(event: dict[str, Any]) -> str:
