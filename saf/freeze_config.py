@@ -126,7 +126,7 @@ class FreezeConfig:
                 check_name(name, value, SCORES)
         heads_at_rate(self.rate, 1)  # raises for a rate that is no share
         # The calibration's length is not known yet: storage "auto" counts as what it is for the shortest.
-        self.fit_options(self.storage_at(0))
+        check_fitter(self.fitter, self.fit_options(self.storage_at(0))[0])
         for name in _HEAD_LISTS:
             if (heads := getattr(self, name)) is not None:
                 # Tuples, also of the lists in a recorded event: settings that are equal compare as equal.
@@ -185,13 +185,9 @@ class FreezeConfig:
         return "exponential" if linear and not self.trainable and TARGETS[self.pattern].exact is None else "compact"
 
     def fit_options(self, storage: Storage) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return the fitter's options and, for exponential storage, those of `fit_exponential_heads`.
-
-        Raises InputError for an unknown fitter, and for options that neither takes.
-        """
+        """Return the fitter's options and, for exponential storage, those of `fit_exponential_heads`."""
         names = check_keywords("", (), fit_exponential_heads) if storage == "exponential" else []
         compact = {name: value for name, value in self.fitter_options.items() if name not in names}
-        check_fitter(self.fitter, compact)
         return compact, {name: self.fitter_options[name] for name in self.fitter_options.keys() - compact.keys()}
 
     def requested(self, num_heads: int) -> int:

@@ -150,17 +150,24 @@ class CompactPattern(_FixedPattern):
 
     alpha: Tensor
     rho: Tensor
-    log_z: Tensor
+    log_z: Tensor = None  # type: ignore[assignment]  # by default that of alpha and rho, in float64
 
     def __post_init__(self):
-        _check_logits(**self._tensors())
+        tensors = {name: tensor for name, tensor in self._tensors().items() if tensor is not None}
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        if any(shape != shapes["alpha"] for shape in shapes.values()) or not shapes["alpha"] or not shapes["alpha"][-1]:
+            raise InputError(f"key and distance logits must share one shape [..., T], T >= 1; got {shapes}")
+        for name, tensor in tensors.items():
+            if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
+                raise InputError(f"{name} must be floating point and finite; got {shown(tensor)}")
+        if self.log_z is None:
+            with torch.no_grad():
+                object.__setattr__(self, "log_z", log_row_sums(self.alpha.double(), self.rho.double()))  # Eq. (3)
 
     @classmethod
     def from_parameters(cls, alpha: Tensor, rho: Tensor) -> "CompactPattern":
-        """Build from alpha and rho `[..., T]`; log_z is computed from them in float64, Eq. (3)."""
-        _check_logits(alpha=alpha, rho=rho)
-        with torch.no_grad():
-            return cls(alpha, rho, log_row_sums(alpha.double(), rho.double()))
+        """Build from alpha and rho `[..., T]`; log_z is computed from them in float64."""
+        return cls(alpha, rho)
 
     @property
     def length(self) -> int:
@@ -225,16 +232,6 @@ class CompactPattern(_FixedPattern):
             return CompactPattern(alpha, rho, self.log_z + tilt * position - alpha_shift - rho_shift)
         # In a lower dtype Z must belong to the logits as they are rounded, or rows no longer sum to one.
         return CompactPattern.from_parameters(alpha.to(self.alpha.dtype), rho.to(self.rho.dtype))
-
-
-def _check_logits(**tensors: Tensor) -> None:
-    """Raise InputError unless the tensors are floating point and finite and share one shape `[..., T]`, T >= 1."""
-    shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-    if any(shape != shapes["alpha"] for shape in shapes.values()) or not shapes["alpha"] or not shapes["alpha"][-1]:
-        raise InputError(f"key and distance logits must share one shape [..., T], T >= 1; got {shapes}")
-    for name, tensor in tensors.items():
-        if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
-            raise InputError(f"{name} must be floating point and finite; got {shown(tensor)}")
 
 
 def _median_slope(values: Tensor) -> Tensor:

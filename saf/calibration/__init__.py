@@ -17,7 +17,7 @@ from saf.calibration.measure import COLLECTIONS, Collected, LayerStatistics, lat
 from saf.calibration.score_inputs import QKGradient, gate_gradients, head_outputs
 from saf.calibration.sequences import Batch, Sequences, read_batches, read_sequences
 from saf.errors import DivergenceError
-from saf.heads import Head, HeadSet
+from saf.heads import Head
 from saf.machine import Stopwatch
 from saf.models.adapter import evaluation_mode
 from saf.statistics import AttentionStatistics
@@ -100,7 +100,7 @@ def calibrate(
         num_sequences=len(sequences.tokens),
         sequences_hash=sequences.hash,
         lengths=sequences.unequal_lengths,
-        collected=plan.collector.tensors if collect else {},
-        collected_heads=plan.heads if collect else HeadSet(),
+        collected=plan.collector.tensors,
+        collected_heads=plan.heads,
         positions=plan.collector.positions,
     )
