@@ -24,8 +24,6 @@ from saf.records.table import byte_size
 from saf.train.loop import EXIT_STOPPED
 
 DEFAULT_SCALE = "small"
-NUM_OTHERS = 5
-"""Number of further scales that --show names."""
 
 
 @dataclass(kw_only=True)
@@ -135,6 +133,8 @@ class Experiments:
     def _show(self, table: RecipeTable) -> None:
         blocks = list(recipe_blocks(table, self.out / table.scale))
         print(f"\n{on_terminal(blocks)}")
+        if words := table.runs_in_words():
+            print(f"\n{words}")
         if self.tables:
             stem = f"{table.scale}-{table.name}"
             frames = [frame for block in blocks for frame in block.tables]
@@ -162,7 +162,7 @@ class Experiments:
             total = (len(each.rows) if each.metrics else 0) + len(each.measurements)
             others = [one for one in full if one != scale and counts[one] > min(1, total - 1)]
             if others:
-                listed = ", ".join(f"{one} ({counts[one]} of {total})" for one in others[:NUM_OTHERS])
+                listed = ", ".join(f"{one} ({counts[one]} of {total})" for one in others)
                 print(f"\nOther scales in {self.out}, by rows and measurements that have results: {listed}.")
             elif not full:
                 print("\nCommitted results: --out results --show; more of them, as of speed, are in docs/results.md.")

@@ -24,6 +24,7 @@ from experiments.recipe import COLUMNS, COMPANIONS, Recipe, Row
 from experiments.records import CHECKS, RECALL, SMOKE_RECALL, Record, numbers, recall_metric
 from experiments.scales import scale_named
 from saf.errors import CompareError, InputError, did_you_mean
+from saf.models.gpt import preset
 from saf.paired import block_length, bootstrap_means
 from saf.records.table import MISSING
 
@@ -429,8 +430,7 @@ class RecipeTable:
             is_part = scale_named(self.scale).base == "smoke" and self.recipe.smoke is not None
             why = "; the smoke scale runs only some arms" if is_part else ""
             notes.append(f"Not run: {missing} of {len(self.recipe.rows)} rows{why}.")
-        arms = {self._arm_that_ran(row.arm).partition("@")[0] for row in self.filled_rows()}
-        runs = [record for (arm, seed), record in self._records.items() if arm in arms and seed in self.seeds]
+        runs = self._own_records()
         checks = [run["checks"] for run in runs if "checks" in run]
         if wrong := [each for each in checks if not all(each[n] == value for n, value in CHECKS.items() if n in each)]:
             notes.append(f"WRONG HEADS: {len(wrong)} runs froze or pruned other heads than they record: {wrong[0]}.")
@@ -439,6 +439,28 @@ class RecipeTable:
             notes.append(f"DRAFT: {dirty} runs were made by edited code, or outside a git checkout: no commit has it.")
         devices = sorted({run["provenance"].get("device") or "an unknown device" for run in runs})
         return [*notes, f"Runs on {', '.join(devices)}."] if devices else notes
+
+    def _own_records(self) -> list[Record]:
+        """Return the records of the rows that have a number, of the table's seeds."""
+        arms = {self._arm_that_ran(row.arm).partition("@")[0] for row in self.filled_rows()}
+        return [record for (arm, seed), record in self._records.items() if arm in arms and seed in self.seeds]
+
+    def runs_in_words(self) -> str:
+        """Return in a sentence how large the table's runs are; "" where it has no run from initialisation."""
+        scale, sizes, tokens = scale_named(self.scale), set[int](), set[int]()  # in millions
+        for run in self._own_records():
+            settings = run["experiment"]["settings"]
+            if "model" in settings:  # a branch has its parent's
+                overrides = {"vocab_size": scale.vocabulary, **settings.get("model_overrides", {})}
+                sizes.add(round(preset(settings["model"], **overrides).num_parameters / 1e6))
+                tokens.add(round(run["tokens"] / 1e6))
+        if not sizes:
+            return ""
+        if scale.base == "smoke":
+            return "The smoke scale shows that the recipe runs: its numbers mean nothing."
+        parameters, most = (" or ".join(f"{number}M" for number in sorted(each)) for each in (sizes, tokens))
+        seeds = "seed" if len(self.seeds) == 1 else "seeds"
+        return f"Here: {parameters} parameters, {most} tokens, {seeds} {', '.join(map(str, self.seeds))}."
 
     def overtrained_rows(self) -> list[str]:
         """Return the rows of ordinary arms whose additional tokens raised perplexity, beyond chance."""

@@ -261,7 +261,9 @@ def budget_words(event: Mapping[str, Any]) -> str:
     if note := event.get("budget_note"):  # of a model's configuration, which keeps neither budget nor interval
         return note
     budget, loss = event.get("config", {}).get("budget"), loss_of(event)
-    if budget is None or loss is None or loss.interval is None or loss.interval[1] <= budget:
+    if budget is None or loss is None or loss.interval is None:
+        return ""
+    if round(loss.interval[1], 4) <= budget:  # as `cost_words` shows it: "+1.00%" is not above 1%
         return ""
     return f"; its 95% interval ends above the budget of {percent(budget)}"
 
