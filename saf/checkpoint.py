@@ -230,9 +230,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a checkpoint: it has no {MANIFEST}")
-    entries = read_json(path, error=CheckpointError)
-    if entries.get("schema") != SCHEMA:
-        raise CheckpointError(f"{path} must have schema {SCHEMA!r}, got {entries.get('schema')!r}")
+    entries = read_json(path, schema=SCHEMA, error=CheckpointError)
     if (recorded := entries.get("hash")) != (computed := entries_hash(entries)):
         raise CheckpointError(f"{path} is damaged: expected hash {recorded}, got {computed}")
     return entries

@@ -95,9 +95,7 @@ def read_description(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
     Raises CheckpointError for a file that is missing, damaged or of another schema.
     """
-    state = read_json(folder / STATE_FILE, error=CheckpointError)
-    if (schema := state.get("schema")) != SCHEMA:
-        raise CheckpointError(f"{folder / STATE_FILE}: expected frozen heads of schema {SCHEMA!r}; got {schema!r}")
+    state = read_json(folder / STATE_FILE, schema=SCHEMA, error=CheckpointError)
     for name, expected in state.get("sha256", {}).items():
         check_file(folder / name, sha256=expected, error=CheckpointError)
     return state, read_tensors(folder / TENSORS_FILE, error=CheckpointError)

@@ -114,8 +114,6 @@ def _empty_model(folder: Path, state: Mapping[str, Any]) -> GPT:
             f"{folder} holds frozen heads without weights; open their model, then saf.load(model, folder). For a "
             f"folder of save_pretrained: {IMPORT_LINE}, then from_pretrained(folder)"
         )
-    record = read_json(folder / CONFIG, error=CheckpointError)
-    if (schema := record.get("schema")) != SCHEMA:
-        raise CheckpointError(f"{folder / CONFIG} has schema {schema!r}; expected {SCHEMA!r}")
+    record = read_json(folder / CONFIG, schema=SCHEMA, error=CheckpointError)
     # Its weights are loaded next: drawing them would take time, and move the caller's random state.
     return GPT.skip_init(GPTConfig.from_dict(record["model"]), torch.get_default_device())

@@ -85,7 +85,7 @@ def test_a_folder_of_something_else_is_left_as_it_is(name, tmp_path):
     ("change", "message"),
     [
         (lambda state: [], "must hold a JSON object; got list"),
-        (lambda state: state | {"schema": None}, "expected frozen heads of schema"),
+        (lambda state: state | {"schema": None}, "must have schema 'saf.heads/1'"),
         # As saved for a model of transformers.
         (lambda state: state["sha256"].pop("model.safetensors") and state, r"without weights.*saf\.load\(model, fold"),
     ],

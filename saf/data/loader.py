@@ -136,9 +136,7 @@ def read_index(folder: Path) -> dict[str, Any]:
         problem = f"not a data folder, it has no {INDEX_FILE}" if folder.exists() else "no such file or data folder"
         remedy = "give --data a folder that `saf data prepare` wrote, or a Hugging Face model a file of text"
         raise DataError(f"{folder}: {problem}; {remedy}")
-    index = read_json(path, error=DataError, advice=_AGAIN)
-    if index.get("schema") != SCHEMA:
-        raise DataError(f"{path}: schema must be {SCHEMA!r}, got {index.get('schema')!r}; {_AGAIN}")
+    index = read_json(path, schema=SCHEMA, error=DataError, advice=_AGAIN)
     if index.get("hash") != entries_hash(index):
         raise DataError(f"{path}: damaged, its entries were changed; restore it or {_AGAIN}")
     return index

@@ -132,15 +132,19 @@ def _error(kind: type[SafError], path: Path, problem: str, advice: str) -> SafEr
     return kind("; ".join(filter(None, [f"{path} {problem}", advice])))
 
 
-def read_json(path: Path, *, error: type[SafError] = InputError, advice: str = "") -> dict[str, Any]:
-    """Read one JSON object.
+def read_json(
+    path: Path, *, schema: str | None = None, error: type[SafError] = InputError, advice: str = ""
+) -> dict[str, Any]:
+    """Read one JSON object, of a `schema` if one is named.
 
     Raises SafError of kind `error`, naming the file and ending with `advice`: the file is missing, unreadable, not
-    JSON, or holds no object.
+    JSON, or holds no object, or one of another schema.
     """
     record = read_json_value(path, error=error, advice=advice)
     if not isinstance(record, dict):
         raise _error(error, path, f"must hold a JSON object; got {type(record).__name__}", advice)
+    if schema is not None and record.get("schema") != schema:
+        raise _error(error, path, f"must have schema {schema!r}, got {record.get('schema')!r}", advice)
     return record
 
 

@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 import saf
-from saf.errors import InputError
 from saf.records.files import file_hash, read_json, to_json
 
 SCHEMA = "saf.result/2"
@@ -59,10 +58,7 @@ def result_header(
 def read_result(path: Path) -> dict[str, Any]:
     """Read a result; raise InputError for a file that is missing or is none."""
     advice = "give a file that `saf bench`, `saf evaluate`, `saf compare` or a run wrote"
-    record = read_json(path, advice=advice)
-    if (schema := record.get("schema")) != SCHEMA:
-        raise InputError(f"{path} is not a result: its schema is {schema!r}, expected {SCHEMA!r}; {advice}")
-    return record
+    return read_json(path, schema=SCHEMA, advice=advice)
 
 
 # --- where a result comes from

@@ -29,7 +29,7 @@ def test_a_header_has_the_settings_and_the_origin_of_a_result():
 def test_anything_else_is_no_result(tmp_path):
     path = tmp_path / "x.json"
     path.write_text(json.dumps({"schema": "saf.result/3"}))
-    with pytest.raises(InputError, match=r"x\.json is not a result: its schema is .*expected 'saf\.result/2'; give"):
+    with pytest.raises(InputError, match=r"x\.json must have schema 'saf\.result/2', got .*; give"):
         read_result(path)
 
 
