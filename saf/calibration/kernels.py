@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from saf.calibration.measure import LayerStatistics
+from saf.ops.fused_kernels import load_rows
 from saf.ops.launch import SHARED_MEMORY, cdiv, launch, shared_memory
 from saf.ops.live import score_scale
 from saf.statistics import FLOOR
@@ -185,19 +186,6 @@ UNSPECIALIZED = ["B", "H", "T", "scale", "floor", "first", "num_m", "num_k", "of
 
 
 @triton.jit
-def load_rows(pointer, start, stride, T, D: tl.constexpr, ROWS: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr):
-    """Load rows from a start of a [T, D] matrix as [ROWS, DP], zero outside."""
-    o_r = tl.arange(0, ROWS)
-    o_d = tl.arange(0, DP)
-    p = pointer + tl.cast(start, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
-    if EVEN and D >= DP:
-        return tl.load(p)
-    if D >= DP:
-        return tl.load(p, mask=(start + o_r < T)[:, None], other=0.0)
-    return tl.load(p, mask=(start + o_r < T)[:, None] & (o_d < D)[None, :], other=0.0)
-
-
-@triton.jit
 def _add_key_blocks(
     row_sum, row_max, b_q, b_q1, k_ptr, lo, hi, o_m, T, scale, k_stride_t,
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BK: tl.constexpr, MASK: tl.constexpr, EVEN: tl.constexpr,
@@ -205,10 +193,10 @@ def _add_key_blocks(
 ):  # fmt: skip
     """Add keys in [lo, hi) to running row sums of exp2(score - running row maximum); return sums and maxima."""
     for k0 in tl.range(lo, hi, BK, num_stages=STAGES):
-        b_k = load_rows(k_ptr, k0, k_stride_t, T, D, BK, D0, EVEN)
+        b_k = load_rows(k_ptr, k0, k_stride_t, T, BK, D, D0, EVEN)
         b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
         if D1 > 0:
-            b_k = load_rows(k_ptr + D0, k0, k_stride_t, T, D - D0, BK, D1, EVEN)
+            b_k = load_rows(k_ptr + D0, k0, k_stride_t, T, BK, D - D0, D1, EVEN)
             b_s = tl.dot(b_q1, tl.trans(b_k), b_s, input_precision=PRECISION)
         b_s = b_s * scale
         if MASK:
@@ -236,10 +224,10 @@ def lse_kernel(
     q_ptr += i_b * q_stride_b + i_h * q_stride_h
     k_ptr += i_b * k_stride_b + tl.load(kv_ptr + i_h).to(tl.int64) * k_stride_h
     o_m = m0 + tl.arange(0, BM)
-    b_q = load_rows(q_ptr, m0, q_stride_t, T, D, BM, D0, EVEN)
+    b_q = load_rows(q_ptr, m0, q_stride_t, T, BM, D, D0, EVEN)
     b_q1 = b_q
     if D1 > 0:
-        b_q1 = load_rows(q_ptr + D0, m0, q_stride_t, T, D - D0, BM, D1, EVEN)
+        b_q1 = load_rows(q_ptr + D0, m0, q_stride_t, T, BM, D - D0, D1, EVEN)
     row_sum = tl.zeros((BM,), dtype=tl.float32)
     row_max = tl.full((BM,), float("-inf"), tl.float32)
     row_sum, row_max = _add_key_blocks(
@@ -260,12 +248,12 @@ def _products(
     EVEN_Q: tl.constexpr, EVEN_K: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Multiply the queries and keys of one sequence: [BM, BK]."""
-    b_q = load_rows(q_ptr, m0, q_stride_t, T, D, BM, D0, EVEN_Q)
-    b_k = load_rows(k_ptr, k0, k_stride_t, T, D, BK, D0, EVEN_K)
+    b_q = load_rows(q_ptr, m0, q_stride_t, T, BM, D, D0, EVEN_Q)
+    b_k = load_rows(k_ptr, k0, k_stride_t, T, BK, D, D0, EVEN_K)
     b_s = tl.dot(b_q, tl.trans(b_k), input_precision=PRECISION)
     if D1 > 0:
-        b_q = load_rows(q_ptr + D0, m0, q_stride_t, T, D - D0, BM, D1, EVEN_Q)
-        b_k = load_rows(k_ptr + D0, k0, k_stride_t, T, D - D0, BK, D1, EVEN_K)
+        b_q = load_rows(q_ptr + D0, m0, q_stride_t, T, BM, D - D0, D1, EVEN_Q)
+        b_k = load_rows(k_ptr + D0, k0, k_stride_t, T, BK, D - D0, D1, EVEN_K)
         b_s = tl.dot(b_q, tl.trans(b_k), b_s, input_precision=PRECISION)
     return b_s
 

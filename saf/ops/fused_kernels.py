@@ -523,15 +523,15 @@ def query_block_kernel(
 def load_rows(
     pointer, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr
 ):  # fmt: skip
-    """Load rows from a start of a [T, D] matrix as [ROWS, DP], zero outside."""
+    """Load the first DP channels of rows, from a start, of a [T, D] matrix as [ROWS, DP], zero outside."""
     o_r = tl.arange(0, ROWS)
     o_d = tl.arange(0, DP)
     # The start's offset is 64 bits wide, those within a block 32: fewer registers.
     p = pointer + tl.cast(start, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
     # The fewest masks: whole blocks need none, powers of two none over channels.
-    if EVEN and D == DP:
+    if EVEN and D >= DP:
         return tl.load(p)
-    if D == DP:
+    if D >= DP:
         return tl.load(p, mask=(start + o_r < T)[:, None], other=0.0)
     return tl.load(p, mask=(start + o_r < T)[:, None] & (o_d < D)[None, :], other=0.0)
 
