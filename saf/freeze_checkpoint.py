@@ -18,7 +18,8 @@ from saf.errors import CheckpointError, InputError
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
-from saf.heldout import GUARD_SEQUENCES, Healing
+from saf.healing import Healing
+from saf.heldout import GUARD_SEQUENCES
 from saf.machine import Device, Precision, autocast, pick_device
 from saf.opening import ModelFolder, find_model
 from saf.surgery import finalize_

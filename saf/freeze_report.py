@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from saf.heads import Head, HeadSet
-from saf.heldout import Healing, JointCost, LossChange, perplexity_rise
+from saf.healing import Healing
+from saf.heldout import JointCost, LossChange, perplexity_rise
 from saf.patterns import Pattern, pattern_for_each_head
 from saf.records.run import STATE_AFTER, EventRecord, append_event, total_in_words
 from saf.records.table import Table, markdown_of, number, percent, signed

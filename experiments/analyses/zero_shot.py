@@ -28,7 +28,7 @@ from saf.errors import InputError
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
-from saf.heldout import heal_
+from saf.healing import heal_
 from saf.machine import autocast, device_name, pick_device
 from saf.models.adapter import adapter_for
 from saf.opening import OpenedModel, open_model

@@ -27,7 +27,8 @@ from saf.data import (
 from saf.errors import CheckpointError, DataError, InputError, SafError
 from saf.freeze_checkpoint import CheckpointFreezing, FreezingSource, read_windows
 from saf.freeze_report import FreezeReport
-from saf.heldout import Healing, halves, heal_and_compare
+from saf.healing import Healing, heal_and_compare
+from saf.heldout import halves
 from saf.hf.attention import config_entry
 from saf.hf.families import FAMILIES
 from saf.hf.pretrained import CAUSAL, patch_pretrained
