@@ -7,11 +7,10 @@ healing.
 import itertools
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -110,43 +109,36 @@ class ZeroShot(RunsModel):
         """Return the record; raise InputError if files of arms are of another model, data or settings."""
         if self.tasks:
             from saf.hf import lm_eval  # noqa: F401 - raises now, not after the calibration
-        opened = self.open()
-        study = Study(self, self._head(opened))
-        ordinary = study.measure_once("ordinary", lambda: {"states": study.states(opened, "as it is")})
-        return _record(ordinary, [arm for title in self.plan if (arm := study.arm(title)) is not None])
-
-    def _head(self, opened: OpenedModel) -> dict[str, Any]:
-        """Return the first entries of the record: its header, model, longest input, precision and eligible heads."""
-        data = {name: text.fingerprint for name, text in self.texts(opened).items()}
-        device, hashes = device_name(pick_device(self.device)), {"model": opened.source.hash}
-        head = self.header(device=device, checkpoints=hashes, data=data)
-        eligible = len(measurable_heads(adapter_for(opened.model)))
-        check_rates(self.rates, eligible)
-        return {
-            **head,
-            "model": str(opened.folder),
-            "length": self.length or min(LENGTH, opened.longest),
-            "precision": precision_in_use(opened.model, self.precision),
-            "eligible": eligible,
-        }
-
-    @cached_property
-    def plan(self) -> "dict[str, PlannedArm]":
-        """The arms by title, all but the ordinary one."""
-        arms: list[PlannedArm] = []
+        opened = self._open()
+        head = self._head(opened)
+        ordinary = self._once(head, "ordinary", lambda: {"states": self._states(opened, "as it is")})
+        arms: list[dict[str, Any]] = []
         for score, rate in itertools.product(self.scores, self.rates):
-            arms.append(chosen := PlannedArm(score, rate))
-            if self.controls and score != "pruning_cost":
-                arms.append(PlannedArm(f"{score} pruned", rate, heads_of=chosen.title))
-            if self.controls and score == "joint_cost":
-                arms.append(PlannedArm(f"{score} in linear time", rate, heads_of=chosen.title))
-        return {arm.title: arm for arm in arms}
+            choice = {**CHOICES[score], "count": heads_at_rate(rate, head["eligible"])}
+            if score == "random":
+                choice["seed"] = self.calibration_seed
+            if "operation" not in choice:
+                choice |= {"storage": "compact", "max_fit_kl": self.max_fit_kl}
+            config = FreezeConfig(**choice)
+            arms.append(self._arm(head, score, rate, config))
+            # Controls have the heads of their frozen arm.
+            heads = tuple(map(tuple, arms[-1]["facts"]["heads"]))
+            if self.controls and heads and config.operation == "freeze":
+                arms.append(self._arm(head, f"{score} pruned", rate, FreezeConfig(heads=heads, operation="prune")))
+                if score == "joint_cost":
+                    # The limit is high, since these heads passed when they were chosen.
+                    linear = FreezeConfig(heads=heads, storage="exponential", max_fit_kl=10.0)
+                    arms.append(self._arm(head, f"{score} in linear time", rate, linear))
+        of_arms = [{**each["facts"], **_by_state(each["states"], ordinary["states"])} for each in arms]
+        # Pieces that were there already have the header of the first command.
+        head = ordinary["head"]
+        return {**head, "ordinary": _by_state(ordinary["states"]), "arms": of_arms, "overlap": _overlaps(of_arms)}
 
-    def open(self) -> OpenedModel:
+    def _open(self) -> OpenedModel:
         """Open the model anew."""
         return open_model(self.model, self.data, self.device, precision=self.precision)
 
-    def texts(self, opened: OpenedModel) -> dict[str, TokenData]:
+    def _texts(self, opened: OpenedModel) -> dict[str, TokenData]:
         """Return the text for calibration and, with --other, that one, in tokens of the same tokenizer."""
         if (data := opened.data) is None:
             return {}
@@ -154,6 +146,114 @@ class ZeroShot(RunsModel):
         if (path := self.other) is not None:
             texts["other"] = TextData(path, data.tokenizer()) if path.is_file() else TokenData.open(path)
         return texts
+
+    def _longest(self, opened: OpenedModel) -> int:
+        """Return the tokens of a calibration sequence, and of the longest input of every arm."""
+        return self.length or min(LENGTH, opened.longest)
+
+    def _head(self, opened: OpenedModel) -> dict[str, Any]:
+        """Return the first entries of the record: its header, model, longest input, precision and eligible heads."""
+        data = {name: text.fingerprint for name, text in self._texts(opened).items()}
+        device, hashes = device_name(pick_device(self.device)), {"model": opened.source.hash}
+        eligible = len(measurable_heads(adapter_for(opened.model)))
+        check_rates(self.rates, eligible)
+        return {
+            **self.header(device=device, checkpoints=hashes, data=data),
+            "model": str(opened.folder),
+            "length": self._longest(opened),
+            "precision": precision_in_use(opened.model, self.precision),
+            "eligible": eligible,
+        }
+
+    # --- arms: each has `facts` about its heads, and `states`, the measurements at once and, with --heal, healed
+
+    def _once(self, head: Record, title: str, measure: Callable[[], Record]) -> dict[str, Any]:
+        """Return an arm from its file next to the record, if there is one, else measured; without --out it has none.
+
+        Raises InputError for a file of other settings, another model or other text.
+        """
+        path = None
+        if self.out is not None:
+            folder = self.out.with_name(f"{self.out.name.partition('.')[0]}-pieces")
+            path = folder / f"{title.replace('%', '').replace(' ', '-')}.json"
+        if path is None or not path.is_file():
+            arm = to_json({"name": title, "head": head, **measure()})
+            if path is not None:
+                write_json(path, arm)
+            return arm
+        arm = read_json(path)
+        own, other = ({"settings": each["settings"], **each["provenance"]} for each in (arm["head"], to_json(head)))
+        if changed := [name for name in ("settings", "checkpoints", "data") if own[name] != other[name]]:
+            raise InputError(f"{path} is of other {changed[0]}; remove its folder, or give another --out")
+        return arm
+
+    def _arm(self, head: Record, score: str, rate: float, config: FreezeConfig) -> dict[str, Any]:
+        """Return an arm: the model with heads frozen or pruned by `config`."""
+        title = f"{score} {percent(rate)}"
+
+        def measure() -> dict[str, Any]:
+            opened = self._open()
+            facts = _facts(self._freeze(opened, config, title), score, rate, head["eligible"])
+            return {"facts": facts, "states": self._states(opened, title)}
+
+        return self._once(head, title, measure)
+
+    def _freeze(self, opened: OpenedModel, config: FreezeConfig, title: str) -> FreezeReport:
+        data, length = opened.data, self._longest(opened)
+        assert data is not None
+        print_progress(f"{title}: calibrating on {self.sequences} sequences of {length:,} tokens")
+        windows = calibration_windows(data, length=length, count=self.sequences, seed=self.calibration_seed)
+        ids = self._with_bos(opened, windows).split(self.batch_size)
+        heldout = None
+        if config.joint_cost:
+            # Windows from all over the partition, so that they are of many documents.
+            all_windows = sequential_windows(data.tokens("controller"), length)[:, :-1]
+            chosen = torch.linspace(0, len(all_windows) - 1, min(self.choosing, len(all_windows))).long()
+            heldout = self._with_bos(opened, all_windows[chosen]).split(1)
+        # Losses are accepted whatever they are, since they are what is to be measured.
+        with autocast(pick_device(self.device), self.precision):
+            return freeze_(opened.model, ids, config, heldout=heldout, accept_loss=True, allow_empty=True)
+
+    def _states(self, opened: OpenedModel, title: str) -> dict[str, Any]:
+        states = {"at once": self._measured(opened, title)}
+        if self.heal:
+            assert opened.data is not None
+            text, length = opened.data.tokens("train"), self._longest(opened)
+            count = max(1, self.heal // length)
+            # Of the training partition: heads were chosen on the others.
+            windows = shuffled_windows(text, 0, count, length=length, seed=self.calibration_seed)
+            heal_(opened.model, self._with_bos(opened, windows), precision=self.precision)
+            states["healed"] = self._measured(opened, f"{title}, healed")
+        return states
+
+    def _measured(self, opened: OpenedModel, title: str) -> dict[str, Any]:
+        """Return the answers to the tasks, and the losses of windows of the texts."""
+        longest, answers, texts = self._longest(opened), {}, {}
+        if self.tasks:
+            print_progress(f"{title}: {', '.join(self.tasks)}")
+            from saf.hf.lm_eval import ask
+
+            answers = ask(opened, self, longest=longest)
+        for name, text in self._texts(opened).items() if self.windows else ():
+            # Losses of windows are returned in a file.
+            with tempfile.TemporaryDirectory() as folder:
+                shape: Any = {"length": longest, "batch_size": self.batch_size, "limit": self.windows}
+                shape |= {"precision": self.precision, "bos": self._bos(opened)}
+                record = evaluate_perplexity(opened.model, text, out=folder, tokens=False, **shape)
+                losses = read_evaluation(folder)[1].tolist()
+            texts[name] = {"perplexity": record["perplexity"], "windows": losses}
+        tasks = {name: {**task.record, "each": task.answers} for name, task in answers.items()}
+        return {"tasks": tasks, "texts": texts}
+
+    def _bos(self, opened: OpenedModel) -> int | None:
+        return opened.encoder().require_bos(self.model) if self.bos else None
+
+    def _with_bos(self, opened: OpenedModel, windows: Tensor) -> Tensor:
+        """Return windows whose first token is replaced by the BOS, if --bos is set."""
+        if (bos := self._bos(opened)) is not None:
+            windows = windows.clone()
+            windows[:, 0] = bos
+        return windows
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
@@ -209,183 +309,29 @@ class ZeroShot(RunsModel):
         return drawn
 
 
-# --- arms
+# --- arms as entries of the record
 
 
-class PlannedArm(NamedTuple):
-    """An arm of a study before it is measured."""
-
-    score: str
-    """The score that chooses its heads, or that of the arm whose heads it has and what is done with them."""
-    rate: float
-    heads_of: str | None = None
-    """For a control, the title of the arm whose heads it has."""
-
-    @property
-    def title(self) -> str:
-        return f"{self.score} {percent(self.rate)}"
-
-
-@dataclass(frozen=True)
-class Study:
-    """Measures the arms of one study, each once; with --out, each has a file of its own next to the record."""
-
-    settings: ZeroShot
-    head: Record
-    """The first entries of the record: its header, model, longest input, precision and eligible heads."""
-    arms: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Arms by title: `facts` about their heads, and `states`, the measurements at once and, with --heal, healed."""
-
-    def measure_once(self, title: str, measure: Callable[[], Record]) -> dict[str, Any]:
-        """Return an arm, from its file if there is one, else measured; raise InputError for a file of another study."""
-        if title in self.arms:
-            return self.arms[title]
-        path = None
-        if (out := self.settings.out) is not None:
-            folder = out.with_name(f"{out.name.partition('.')[0]}-pieces")
-            path = folder / f"{title.replace('%', '').replace(' ', '-')}.json"
-        if path is not None and path.is_file():
-            arm = read_json(path)
-            _check_origin(arm, to_json(self.head), path)
-        else:
-            arm = to_json({"name": title, "head": self.head, **measure()})
-            if path is not None:
-                write_json(path, arm)
-        self.arms[title] = arm
-        return arm
-
-    def arm(self, title: str) -> dict[str, Any] | None:
-        """Return an arm, measured unless it was before; None for a control of an arm that froze nothing."""
-        settings, planned = self.settings, self.settings.plan[title]
-        if (other := planned.heads_of) is None:
-            config = self._choosing(planned)
-        else:
-            chosen = self.arm(other)
-            assert chosen is not None  # which has heads of its own choice
-            if not (heads := tuple(map(tuple, chosen["facts"]["heads"]))):
-                return None
-            if planned.score.endswith(" pruned"):
-                config = FreezeConfig(heads=heads, operation="prune")
-            else:  # in linear time; the limit is high, since these heads passed when they were chosen
-                config = FreezeConfig(heads=heads, storage="exponential", max_fit_kl=10.0)
-
-        def measure() -> dict[str, Any]:
-            opened = settings.open()
-            report = self._freeze(opened, config, title)
-            return {"facts": _facts(report, planned, self.head["eligible"]), "states": self.states(opened, title)}
-
-        return self.measure_once(title, measure)
-
-    def _choosing(self, planned: PlannedArm) -> FreezeConfig:
-        """Return the settings of an arm whose score chooses heads."""
-        event = {**CHOICES[planned.score], "count": heads_at_rate(planned.rate, self.head["eligible"])}
-        if planned.score == "random":
-            event["seed"] = self.settings.calibration_seed
-        if "operation" not in event:
-            event |= {"storage": "compact", "max_fit_kl": self.settings.max_fit_kl}
-        return FreezeConfig(**event)
-
-    def _freeze(self, opened: OpenedModel, config: FreezeConfig, title: str) -> FreezeReport:
-        count, seed, data = self.settings.sequences, self.settings.calibration_seed, opened.data
-        length = self.head["length"]
-        assert data is not None
-        print_progress(f"{title}: calibrating on {count} sequences of {length:,} tokens")
-        windows = calibration_windows(data, length=length, count=count, seed=seed)
-        ids = self._with_bos(opened, windows).split(self.settings.batch_size)
-        heldout = None
-        if config.joint_cost:
-            # Windows from all over the partition, so that they are of many documents.
-            all_windows = sequential_windows(data.tokens("controller"), length)[:, :-1]
-            chosen = torch.linspace(0, len(all_windows) - 1, min(self.settings.choosing, len(all_windows))).long()
-            heldout = self._with_bos(opened, all_windows[chosen]).split(1)
-        # Losses are accepted whatever they are, since they are what is to be measured.
-        with autocast(pick_device(self.settings.device), self.settings.precision):
-            return freeze_(opened.model, ids, config, heldout=heldout, accept_loss=True, allow_empty=True)
-
-    def states(self, opened: OpenedModel, title: str) -> dict[str, Any]:
-        """Return the measurements of a model, "at once" and, with --heal, "healed"."""
-        states = {"at once": self._measure(opened, title)}
-        if self.settings.heal:
-            assert opened.data is not None
-            text, seed = opened.data.tokens("train"), self.settings.calibration_seed
-            count = max(1, self.settings.heal // self.head["length"])
-            windows = shuffled_windows(text, 0, count, length=self.head["length"], seed=seed)
-            # Of the training partition: heads were chosen on the others.
-            heal_(opened.model, self._with_bos(opened, windows), precision=self.settings.precision)
-            states["healed"] = self._measure(opened, f"{title}, healed")
-        return states
-
-    def _measure(self, opened: OpenedModel, title: str) -> dict[str, Any]:
-        """Return the answers to the tasks, and the losses of windows of the texts."""
-        settings, longest, answers, texts = self.settings, self.head["length"], {}, {}
-        if settings.tasks:
-            print_progress(f"{title}: {', '.join(settings.tasks)}")
-            from saf.hf.lm_eval import ask
-
-            answers = ask(opened, settings, longest=longest)
-        for name, text in settings.texts(opened).items() if settings.windows else ():
-            # Losses of windows are returned in a file.
-            with tempfile.TemporaryDirectory() as folder:
-                shape: Any = {"length": longest, "batch_size": settings.batch_size, "limit": settings.windows}
-                shape |= {"precision": settings.precision, "bos": self._bos(opened)}
-                record = evaluate_perplexity(opened.model, text, out=folder, tokens=False, **shape)
-                losses = read_evaluation(folder)[1].tolist()
-            texts[name] = {"perplexity": record["perplexity"], "windows": losses}
-        tasks = {
-            name: {**task.record, "each": [[one["id"], one["answer"], bool(one["right"])] for one in task.answers]}
-            for name, task in answers.items()
-        }
-        return {"tasks": tasks, "texts": texts}
-
-    def _bos(self, opened: OpenedModel) -> int | None:
-        return opened.encoder().require_bos(self.settings.model) if self.settings.bos else None
-
-    def _with_bos(self, opened: OpenedModel, windows: Tensor) -> Tensor:
-        """Return windows whose first token is replaced by the BOS, if --bos is set."""
-        if (bos := self._bos(opened)) is not None:
-            windows = windows.clone()
-            windows[:, 0] = bos
-        return windows
-
-
-def _facts(report: FreezeReport, planned: PlannedArm, eligible: int) -> dict[str, Any]:
+def _facts(report: FreezeReport, score: str, rate: float, eligible: int) -> dict[str, Any]:
     """Return an arm's name, heads, their number in each third of the layers, and medians of their fits and scores."""
-    statistics, heads, label = report.statistics, report.heads, percent(planned.rate)
+    statistics, heads, label = report.statistics, report.heads, percent(rate)
     layers = len(statistics.variance)
+    values = {name: [float(getattr(statistics, name)[head]) for head in heads] for name in ("forward_kl", "variance")}
+    values["fit_kl"] = list(report.fit_kl.values())
     if len(heads) != report.requested:
         label = f"{percent(round(len(heads) / eligible, 3))} ({label} asked for)"
     return {
-        "name": f"{planned.score} {label}",
-        "score": planned.score,
-        "rate": planned.rate,
+        "name": f"{score} {label}",
+        "score": score,
+        "rate": rate,
         "share": len(heads) / eligible,
         "heads": heads.to_list(),
         "seconds": sum(report.seconds.values()),
         "layer_thirds": [sum(3 * layer // layers == third for layer, _ in heads) for third in range(3)],
         "rejected": [[*head, kl] for head, kl in sorted(report.rejected.items())],
-        "fit_kl_median": _median(list(report.fit_kl.values())),
-        "forward_kl_median": _median([float(statistics.forward_kl[head]) for head in heads]),
-        "variance_median": _median([float(statistics.variance[head]) for head in heads]),
+        # None where no head was frozen.
+        **{f"{name}_median": median(each) if each else None for name, each in values.items()},
     }
-
-
-def _median(values: Sequence[float]) -> float | None:
-    return median(values) if values else None
-
-
-# --- changes of arms from the ordinary model
-
-
-def _record(ordinary: Record, measured: Sequence[Record]) -> dict[str, Any]:
-    arms = [{**each["facts"], **_by_state(each["states"], ordinary["states"])} for each in measured]
-    return {**ordinary["head"], "ordinary": _by_state(ordinary["states"]), "arms": arms, "overlap": _overlaps(arms)}
-
-
-def _check_origin(arm: Record, head: Record, path: Path) -> None:
-    """Raise InputError for an arm of other settings, another model or other text."""
-    own, other = ({"settings": each["settings"], **each["provenance"]} for each in (arm["head"], head))
-    if changed := [name for name in ("settings", "checkpoints", "data") if own[name] != other[name]]:
-        raise InputError(f"{path} is of other {changed[0]}; remove its folder, or give another --out")
 
 
 def _by_state(own: Record, ordinary: Record | None = None) -> dict[str, Any]:
@@ -408,19 +354,16 @@ def _summary(own: Record, ordinary: Record | None) -> dict[str, Any]:
         pair = [torch.tensor(each["texts"][name]["windows"], dtype=torch.float64) for each in (ordinary, own)]
         text["change"] = delta_of_windows(*pair)
     if tasks:
-        changes = paired_tasks(_answers(ordinary), _answers(own))
+        changes = paired_tasks(
+            *(
+                {name: TaskAnswers(task, task["each"]) for name, task in each["tasks"].items()}
+                for each in (ordinary, own)
+            )
+        )
         for name, task in tasks.items():
             task["change"] = changes["tasks"][name]
         summary["mean_difference"] = changes["mean_difference"]
     return summary
-
-
-def _answers(measured: Record) -> dict[str, TaskAnswers]:
-    keys = ("id", "answer", "right")
-    return {
-        name: TaskAnswers(task, [dict(zip(keys, each, strict=True)) for each in task["each"]])
-        for name, task in measured["tasks"].items()
-    }
 
 
 def _overlaps(arms: Sequence[Record]) -> dict[str, float]:
