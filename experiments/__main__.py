@@ -126,7 +126,7 @@ class Experiments:
                 where: dict[str, Any] = {"scale": scale, "seed": seed, "runs": runs, "inputs": inputs, "root": self.out}
                 maker = Maker(recipe=name, measurements=each.measurements, **where)
                 for one in each.measurements:
-                    wanted = one.name in self.arms if self.arms else scale.base != "smoke" or one.smoke
+                    wanted = one.name in self.arms if self.arms else scale.base != "smoke" or one.smoke is not None
                     if wanted and (problem := maker.make(one)):
                         outcome.failed[f"{name}, {one.name} (seed {seed})"] = problem
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -130,7 +130,7 @@ def _meets(value: Any, condition: Any) -> bool:
 
 
 SMOKE: Mapping[str, Any] = {
-    "sequences": 4, "windows": 2, "heldout_sequences": 2, "points": ("32x2",),
+    "sequences": 4, "windows": 2, "heldout_sequences": 2, "points": "32x2",
     "memory": False, "fresh": False, "graphs": "off", "precisions": ("fp32",), "dtype": "fp32",
 }  # fmt: skip
 """Flags at the smoke scale, of measurements that set them."""
@@ -141,7 +141,7 @@ SMOKE_BENCH: Mapping[str, Any] = {
 """Further flags of every benchmark of speed there; its times mean nothing."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Measurement:
     """One benchmark or analysis."""
 
@@ -151,16 +151,18 @@ class Measurement:
     on: tuple[Reference | str, ...] = ()
     """Positional arguments."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Flags at the paper's scale, without dashes."""
-    scaled: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Flags that other scales change; "on" and "processes" change these fields."""
+    """Flags at the paper's scale, without dashes; a text has the words of a flag with several values."""
+    _: KW_ONLY
+    small: Mapping[str, Any] = field(default_factory=dict)
+    """What differs at the small scale: flags, or by the names "on" and "processes" these fields."""
+    smoke: Mapping[str, Any] | None = field(default_factory=dict)
+    """The same at the smoke scale; None leaves the measurement out there."""
     processes: int = 1
     """Processes that measure together, a GPU each."""
-    numbers: tuple[Number, ...] = ()
+    numbers: Sequence[Number] = ()
     """Numbers to show beside the paper's, means over seeds, where the tables of its kind do not have them."""
     quoted_as: Mapping[str, str] = field(default_factory=dict)
     """How the paper's numbers call what a benchmark times, where its records do not say (`benchmarks.named`)."""
-    smoke: bool = True
 
     def at(self, scale: str) -> dict[str, Any]:
         """Return "on", "processes" and the flags at a scale."""
@@ -169,14 +171,14 @@ class Measurement:
             # Only flags that the measurement sets: the others may be none of its command.
             values |= {name: value for name, value in SMOKE.items() if name in self.settings}
             values |= SMOKE_BENCH if {"points", "pairs"} & self.settings.keys() else {}
-        return {**values, **self.scaled.get(scale, {})}
+        return values | dict({"small": self.small, "smoke": self.smoke or {}}.get(scale, {}))
 
     def references(self, scale: str) -> list[Reference]:
         values = self.at(scale)
         return [each for each in (*values.pop("on"), *values.values()) if isinstance(each, Reference)]
 
     def arms(self, scale: str) -> list[str]:
-        if scale == "smoke" and not self.smoke:
+        if scale == "smoke" and self.smoke is None:
             return []
         return [arm for each in self.references(scale) for arm in each.arms]
 
@@ -262,17 +264,18 @@ class Maker:
         return None
 
     def _words(self, each: Measurement) -> list[str]:
-        values = each.at(self.scale.base)
-        del values["processes"]
-        words = [str(self._value(one)) for one in values.pop("on")]
-        for name, setting in values.items():
+        flags = each.at(self.scale.base)
+        del flags["processes"]
+        words = [str(self._value(one)) for one in flags.pop("on")]
+        for name, setting in flags.items():
             value, flag = self._value(setting), name.replace("_", "-")
             if value is None and isinstance(setting, Reference):
                 continue
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
             else:
-                words += [f"--{flag}", *map(str, value if isinstance(value, list | tuple) else [value])]
+                values = value.split() if isinstance(value, str) else value if isinstance(value, tuple) else [value]
+                words += [f"--{flag}", *map(str, values)]
         return words
 
     def _value(self, value: Any) -> Any:

@@ -6,9 +6,13 @@ from experiments.recipe import Recipe, rows
 
 RECIPES: dict[str, Recipe] = {}
 MIDPOINT = (checkpoint("4k-ordinary", 0.5),)
+PROFILES = "experiments.analyses profiles"
+STABILITY = "experiments.analyses stability"
 
 # --- single heads: tab:selector-diagnostic, partial correlations, fig:head-selection-profiles (a, c, d)
 
+_SELECTED_HEADS = {"selected": run_of("4k-mean-25")}
+_CALIBRATION_TEXT = "profiles on the calibration text"
 
 RECIPES["one_head"] = Recipe(
     title="Costs of single heads and the scores that predict them",
@@ -16,30 +20,25 @@ RECIPES["one_head"] = Recipe(
     also=("app:head-selection-analysis", "fig:head-selection-profiles"),
     measurements=(
         Measurement(
-            name="one head",
-            program="experiments.analyses one-head",
-            on=MIDPOINT,
-            settings={"sequences": 32, "windows": 16, "heldout_sequences": 16},
-            scaled={"smoke": {"max_fit_kl": 10.0}},
+            "one head",
+            "experiments.analyses one-head",
+            MIDPOINT,
+            {"sequences": 32, "windows": 16, "heldout_sequences": 16},
+            smoke={"max_fit_kl": 10.0},
+        ),
+        Measurement("profiles", PROFILES, MIDPOINT, {**_SELECTED_HEADS, "windows": 128}),
+        Measurement(
+            _CALIBRATION_TEXT,
+            PROFILES,
+            MIDPOINT,
+            {**_SELECTED_HEADS, "windows": 16, "text": "calibration"},
+            smoke={"sequences": 4},
         ),
         Measurement(
-            name="profiles",
-            program="experiments.analyses profiles",
-            on=MIDPOINT,
-            settings={"selected": run_of("4k-mean-25"), "windows": 128},
-        ),
-        Measurement(
-            name="profiles on the calibration text",
-            program="experiments.analyses profiles",
-            on=MIDPOINT,
-            settings={"selected": run_of("4k-mean-25"), "windows": 16, "text": "calibration"},
-            scaled={"smoke": {"sequences": 4}},
-        ),
-        Measurement(
-            name="partial correlations",
-            program="experiments.analyses partial-spearman",
-            on=(record_of("one head"),),
-            settings={"profiles": record_of("profiles on the calibration text")},
+            "partial correlations",
+            "experiments.analyses partial-spearman",
+            (record_of("one head"),),
+            {"profiles": record_of(_CALIBRATION_TEXT)},
         ),
     ),
 )
@@ -61,17 +60,17 @@ RECIPES["joint_cost"] = Recipe(
     metrics=("perplexity", "delta", "perplexity_difference", "heads"),
     measurements=(
         Measurement(
-            name="at once",
-            program="experiments.analyses joint-cost",
-            on=MIDPOINT,
-            settings={
+            "at once",
+            "experiments.analyses joint-cost",
+            MIDPOINT,
+            {
                 "first": run_of("4k-residual-cosine-25"),
                 "second": run_of("4k-mean-25"),
                 "sequences": 32,
                 "windows": 16,
                 "skip": 16,
             },
-            scaled={"smoke": {"skip": 2}},
+            smoke={"skip": 2},
             numbers=(
                 Number("residual cosine at once, %", ("first", "delta_ppl_percent"), "+4.136%", signed=True),
                 Number("variance at once, %", ("second", "delta_ppl_percent"), "+5.092%", signed=True),
@@ -91,28 +90,19 @@ def _overlap(name: str, first: str, second: str, quoted: dict[str, str]) -> Meas
         ("expected by chance", "expected", 1),
         ("rank correlation", "rank_correlation", 3),
     )
-    return Measurement(
-        name=name,
-        program="experiments.analyses stability",
-        on=(run_of(_SELECTED[first]), run_of(_SELECTED[second])),
-        numbers=tuple(
-            Number(f"{title}, {first} and {second}", (path,), quoted.get(path), places)
-            for title, path, places in columns
-        ),
-    )
+    numbers = [
+        Number(f"{title}, {first} and {second}", (path,), quoted.get(path), places) for title, path, places in columns
+    ]
+    return Measurement(name, STABILITY, (run_of(_SELECTED[first]), run_of(_SELECTED[second])), numbers=numbers)
 
 
 def _profiled(moment: str, at: float, quoted: str | None = None) -> Measurement:
     """Return profiles of the ordinary run on windows that are the same at every moment."""
+    # The end of training is measured first, and earlier moments read its record.
+    settings = {"windows": 128} | ({"later": record_of("profiles at the end")} if quoted else {})
     title = f"rank correlation on common windows, {moment} and at the end"
-    return Measurement(
-        name=f"profiles {moment}",
-        program="experiments.analyses profiles",
-        on=(checkpoint("4k-ordinary", at),),
-        # The end of training is measured first, and earlier moments read its record.
-        settings={"windows": 128} | ({"later": record_of("profiles at the end")} if quoted else {}),
-        numbers=(Number(title, ("variance_ranks",), quoted),) if quoted else (),
-    )
+    numbers = (Number(title, ("variance_ranks",), quoted),) if quoted else ()
+    return Measurement(f"profiles {moment}", PROFILES, (checkpoint("4k-ordinary", at),), settings, numbers=numbers)
 
 
 RECIPES["stability"] = Recipe(
@@ -145,11 +135,11 @@ RECIPES["recovery"] = Recipe(
     source=paper.RECOVERY,
     measurements=(
         Measurement(
-            name="gaps",
-            program="experiments.analyses recovery",
-            on=(run_of("4k-ordinary"), *map(run_of, _REPLACED)),
-            settings={"window": 210, "after": 200},
-            scaled={"smoke": {"window": 3, "after": 1}},
+            "gaps",
+            "experiments.analyses recovery",
+            (run_of("4k-ordinary"), *map(run_of, _REPLACED)),
+            {"window": 210, "after": 200},
+            smoke={"window": 3, "after": 1},
         ),
     ),
     notes=(
@@ -162,6 +152,7 @@ RECIPES["recovery"] = Recipe(
 _ROWS = {"sequences": 500, "fitted": 0.6, "rate": 0.25, "scale": 4.0}
 # Prepared folders hold out 5% by default: of some 30M tokens, 427 sequences.
 _FEWER = {"sequences": 400}
+_MIDPOINT_1K = (checkpoint("1k-ordinary", 0.5),)
 _FAMILIES = {"resampled": "whole rows resampled", "gaussian": "Gaussian sampling", "dirichlet": "Dirichlet sampling"}
 
 RECIPES["distributions"] = Recipe(
@@ -171,23 +162,24 @@ RECIPES["distributions"] = Recipe(
     also=("fig:attention-entry-distributions", "fig:dirichlet-umap"),
     measurements=(
         Measurement(
-            name="rows and entries",
-            program="experiments.analyses distributions",
-            on=(checkpoint("1k-ordinary", 0.5),),
-            settings=_ROWS,
-            scaled={"smoke": {"sequences": 8, "shown": 1}, "small": _FEWER},
-            numbers=tuple(
+            "rows and entries",
+            "experiments.analyses distributions",
+            _MIDPOINT_1K,
+            _ROWS,
+            small=_FEWER,
+            smoke={"sequences": 8, "shown": 1},
+            numbers=[
                 Number(f"energy distance, {words}", ("medians", name), paper.ROW_DISTANCES[name], 2)
                 for name, words in _FAMILIES.items()
-            ),
+            ],
         ),
         Measurement(
-            name="projection",
-            program="experiments.analyses distributions",
-            on=(checkpoint("1k-ordinary", 0.5),),
-            settings={**_ROWS, "umap": True, "profiles": 128},
-            scaled={"small": _FEWER},
-            smoke=False,
+            "projection",
+            "experiments.analyses distributions",
+            _MIDPOINT_1K,
+            {**_ROWS, "umap": True, "profiles": 128},
+            small=_FEWER,
+            smoke=None,
         ),
     ),
     notes=("The projection needs umap-learn, the extra named analysis.",),
@@ -229,28 +221,26 @@ RECIPES["qwen_zeroshot"] = Recipe(
     also=("fig:qwen-pretrained-tasks",),
     measurements=(
         Measurement(
-            name="Qwen3-4B",
-            program="experiments.analyses zero-shot",
-            on=(_QWEN,),
-            settings={
+            "Qwen3-4B",
+            "experiments.analyses zero-shot",
+            (_QWEN,),
+            {
                 "data": _TEXT,
                 "scores": ("variance", "forward_kl"),
                 "rates": (0.1, 0.2, 0.3),
                 "sequences": 512,
                 "task_data": QUESTIONS,
             },
-            scaled={
-                "small": {"sequences": 128, "questions": 500},
-                "smoke": {
-                    "on": (checkpoint("4k-ordinary", 1.0),),
-                    "data": DATA,
-                    "rates": (0.25, 0.5),
-                    "max_fit_kl": 10.0,
-                    "too_long": "cut",
-                    "batch_size": 4,
-                },
+            small={"sequences": 128, "questions": 500},
+            smoke={
+                "on": (checkpoint("4k-ordinary", 1.0),),
+                "data": DATA,
+                "rates": (0.25, 0.5),
+                "max_fit_kl": 10.0,
+                "too_long": "cut",
+                "batch_size": 4,
             },
-            numbers=tuple(_qwen_numbers()),
+            numbers=_qwen_numbers(),
         ),
     ),
     notes=(
@@ -277,12 +267,12 @@ def _pretrained(model: str, *, name: str | None = None, questions: int = 500, **
         "tasks": ("piqa", "sst2"), "questions": 2,
     }  # fmt: skip
     return Measurement(
-        name=name or model,
-        program="experiments.analyses zero-shot",
-        on=(model,),
-        settings={"data": f"{model}-text", **_HEALED, **settings},
-        scaled={"small": {"questions": questions}, "smoke": smoke},
-        smoke=model != _GEMMA,
+        name or model,
+        "experiments.analyses zero-shot",
+        (model,),
+        {"data": f"{model}-text", **_HEALED, **settings},
+        small={"questions": questions},
+        smoke=None if model == _GEMMA else smoke,
     )
 
 

@@ -140,13 +140,9 @@ RECIPES["trainability"] = Recipe(
 
 def _storage(position: str, arm: str, reduction: str) -> Measurement:
     """Return the measurement of how many times more memory dense patterns take than the vectors of compact ones."""
-    return Measurement(
-        name=f"storage, {position}",
-        program="experiments.analyses storage",
-        on=(checkpoint(arm, 1.0),),
-        numbers=(Number(title=f"{position}, storage reduction", path=("reduction",), paper=reduction, places=1),),
-        smoke=position == "rope",
-    )
+    number, smoke = Number(f"{position}, storage reduction", ("reduction",), reduction, 1), position == "rope"
+    name, program = f"storage, {position}", "experiments.analyses storage"
+    return Measurement(name, program, (checkpoint(arm, 1.0),), smoke={} if smoke else None, numbers=(number,))
 
 
 RECIPES["representation"] = Recipe(
@@ -238,25 +234,21 @@ RECIPES["rates_and_patterns"] = Recipe(
     quoted=("tab:kl-continuation-selector", "tab:representation-details"),
     measurements=(
         Measurement(
-            name="distance and cost",
-            program="experiments.analyses geometry",
-            on=(checkpoint("4k-ordinary", 0.5),),
-            settings={
-                "sequences": 32,
-                "rates": tuple(int(rate) / 100 for rate in _RATES),
-                "costs": _changes(_RATES, _PATTERNS),
-            },
-            scaled={"smoke": {"rates": (0.25, 0.5), "costs": _changes(("25", "50"), ("mean", "dirichlet"))}},
-            numbers=tuple(
+            "distance and cost",
+            "experiments.analyses geometry",
+            (checkpoint("4k-ordinary", 0.5),),
+            {"sequences": 32, "rates": (0.1, 0.25, 0.5, 0.75), "costs": _changes(_RATES, _PATTERNS)},
+            smoke={"rates": (0.25, 0.5), "costs": _changes(("25", "50"), ("mean", "dirichlet"))},
+            numbers=[
                 Number(
-                    title=f"{words}, stratified" if key == "stratified" else f"{words}, {float(key):.0%}",
+                    f"{words}, stratified" if key == "stratified" else f"{words}, {float(key):.0%}",
                     # The record has a pair for each distance: correlations by rate, and the stratified one.
-                    path=("correlations", distance, *((1,) if key == "stratified" else (0, key))),
-                    paper=paper,
+                    ("correlations", distance, *((1,) if key == "stratified" else (0, key))),
+                    paper,
                 )
                 for distance, words in _DISTANCES.items()
                 for key, paper in GEOMETRY_CORRELATIONS[distance].items()
-            ),
+            ],
         ),
     ),
     smoke=tuple(f"4k-{pattern}-{rate}" for rate in ("25", "50") for pattern in ("mean", "dirichlet")),

@@ -118,12 +118,9 @@ RECIPES["fixed_token_controls"] = Recipe(
 
 def _overlap(name: str, one: str, other: str, paper: str) -> Measurement:
     """Return the measurement of how many heads two arms selected alike."""
+    number = Number(f"heads in common, {name}", ("overlap",), paper, 1)
     return Measurement(
-        name=name,
-        program="experiments.analyses stability",
-        on=(run_of(one), run_of(other)),
-        numbers=(Number(title=f"heads in common, {name}", path=("overlap",), paper=paper, places=1),),
-        smoke=False,
+        name, "experiments.analyses stability", (run_of(one), run_of(other)), smoke=None, numbers=(number,)
     )
 
 

@@ -9,7 +9,6 @@ from typing import Any
 from experiments import paper
 from experiments.arms import percent
 from experiments.measurements import Measurement, Number, checkpoint
-from experiments.paper import split_words
 from experiments.recipe import Recipe
 
 RECIPES: dict[str, Recipe] = {}
@@ -20,28 +19,12 @@ _SMALL = {"pairs": 4, "seconds": 540.0}
 
 
 def _bench(
-    name: str,
-    program: str,
-    model: str,
-    points: str,
-    rates: tuple[float, ...],
-    *,
-    small: Mapping[str, Any] = {},
-    quoted_as: Mapping[str, str] = {},
-    processes: int = 1,
-    smoke: bool = True,
-    **settings: Any,
-) -> Measurement:
-    """Return a measurement that times a model; `small` has the settings that differ at the small scale."""
-    return Measurement(
-        name=name,
-        program=program,
-        settings={"model": model, "points": split_words(points), "rates": rates, **settings},
-        scaled={"small": {key: split_words(each) if key == "points" else each for key, each in small.items()}},
-        quoted_as={"model": model, **quoted_as},
-        processes=processes,
-        smoke=smoke,
-    )
+    name: str, program: str, model: str, points: str, rates: tuple[float, ...], settings: Mapping[str, Any],
+    *, quoted_as: Mapping[str, str] = {}, **others: Any,
+) -> Measurement:  # fmt: skip
+    """Return a measurement that times a model; `others` are further fields of it."""
+    settings = {"model": model, "points": points, "rates": rates, **settings}
+    return Measurement(name, program, (), settings, quoted_as={"model": model, **quoted_as}, **others)
 
 
 # --- updates
@@ -56,11 +39,11 @@ RECIPES["training_systems"] = Recipe(
     also=("tab:main-results", "fig:systems-across-stages"),
     measurements=(
         _bench(
-            "batches", _UPDATE, "124m", "4096x8x15 4096x2x60 4096x4x30", _ALL_RATES, memory=True,
+            "batches", _UPDATE, "124m", "4096x8x15 4096x2x60 4096x4x30", _ALL_RATES, {"memory": True},
             small={"points": "4096x8x4 4096x2x8 4096x4x8", **_SMALL},
         ),
         _bench(
-            "contexts", _UPDATE, "124m", "4096x8x15 8192x4x15 16384x2x15", _TWO_RATES, memory=True,
+            "contexts", _UPDATE, "124m", "4096x8x15 8192x4x15 16384x2x15", _TWO_RATES, {"memory": True},
             small={"points": "4096x8x4 8192x4x4 16384x2x4", **_SMALL},
         ),
     ),
@@ -78,11 +61,11 @@ RECIPES["scale_up_systems"] = Recipe(
     measurements=(
         # Starting a group takes longer than all other measurements of the smoke scale.
         _bench(
-            "1B, 8K, four GPUs", _UPDATE, "1b", "8192x2x32", _TWO_RATES, **_FOUR_GPUS, processes=4, smoke=False,
+            "1B, 8K, four GPUs", _UPDATE, "1b", "8192x2x32", _TWO_RATES, _FOUR_GPUS, processes=4, smoke=None,
             small={"processes": 2, "points": "8192x2x4", "num_layers": 8, "seconds": 300.0},
         ),
         _bench(
-            "1B, 8K", _UPDATE, "1b", "8192x1x16 8192x2x8", _TWO_RATES, **_ONE_B,
+            "1B, 8K", _UPDATE, "1b", "8192x1x16 8192x2x8", _TWO_RATES, _ONE_B,
             small={"points": "8192x1x4 8192x2x2", "num_layers": 8, "seconds": 540.0, "fresh": False},
         ),
     ),
@@ -106,13 +89,13 @@ def _trained(name: str, rate: float, points: str, settings: Mapping[str, Any]) -
     """Time a model trained at 16K with its own frozen heads; elsewhere weights and heads are random."""
     random = {"model": "124m", "rates": (rate,), "fresh": False, "on": ()}
     return Measurement(
-        name=f"{name}, {rate:.0%}",
-        program="saf bench prefill",
-        on=(checkpoint(f"16k-mean-{percent(rate)}", 1.0),),
-        settings={**settings, "points": split_words(points), "fresh": True},
-        scaled={"small": {**_SMALL_PROMPTS, **random}, "smoke": {"on": ()}},
+        f"{name}, {rate:.0%}",
+        _PREFILL,
+        (checkpoint(f"16k-mean-{percent(rate)}", 1.0),),
+        {**settings, "points": points, "fresh": True},
+        small={**_SMALL_PROMPTS, **random},
+        smoke={"on": ()} if rate == 0.5 else None,
         quoted_as={"model": "124m"},
-        smoke=rate == 0.5,
     )
 
 
@@ -128,19 +111,19 @@ RECIPES["prefill_systems"] = Recipe(
         ),
         *(_trained("batches at 4K", rate, "4096x2 4096x4 4096x8 4096x16 4096x32", _CALLED) for rate in _TWO_RATES),
         _bench(
-            "one sequence, fresh processes", _PREFILL, "124m", "4096x1", _TWO_RATES, **_CALLED, fresh=True,
-            small=_SMALL_PROMPTS, smoke=False,
+            "one sequence, fresh processes", _PREFILL, "124m", "4096x1", _TWO_RATES, {**_CALLED, "fresh": True},
+            small=_SMALL_PROMPTS, smoke=None,
         ),
         _bench(
-            "one sequence in graphs", _PREFILL, "124m", "4096x1", (0.25, 0.5, 0.75), **_OTHERS, graphs="on",
+            "one sequence in graphs", _PREFILL, "124m", "4096x1", (0.25, 0.5, 0.75), {**_OTHERS, "graphs": "on"},
             small=_SMALL_PROMPTS,
         ),
         _bench(
-            "124M shape, one sequence", _PREFILL, "124m", "16384x1", (0.25, 1.0), **_OTHERS, small=_SMALL_PROMPTS,
+            "124M shape, one sequence", _PREFILL, "124m", "16384x1", (0.25, 1.0), _OTHERS, small=_SMALL_PROMPTS,
         ),
         _bench(
-            "774M shape, one sequence", _PREFILL, "774m", "8192x1 16384x1", (0.25, 1.0), **_OTHERS,
-            small=_SMALL_PROMPTS, smoke=False,
+            "774M shape, one sequence", _PREFILL, "774m", "8192x1 16384x1", (0.25, 1.0), _OTHERS,
+            small=_SMALL_PROMPTS, smoke=None,
         ),
     ),
     notes=(
@@ -158,11 +141,11 @@ RECIPES["qwen_prefill"] = Recipe(
     source=paper.QWEN,
     measurements=(
         _bench(
-            "attention", "benchmarks.attention", "qwen3-4b", _QWEN_POINTS, _QWEN_RATES, dtype="bf16",
+            "attention", "benchmarks.attention", "qwen3-4b", _QWEN_POINTS, _QWEN_RATES, {"dtype": "bf16"},
             small={"seconds": 540.0, "pairs": 5}, quoted_as={"of": "attention"},
         ),
         _bench(
-            "whole model", _PREFILL, "qwen3-4b", _QWEN_POINTS, _QWEN_RATES, precisions=("bf16",), pairs=5,
+            "whole model", _PREFILL, "qwen3-4b", _QWEN_POINTS, _QWEN_RATES, {"precisions": ("bf16",), "pairs": 5},
             small={"num_layers": 6, "rates": _TWO_RATES, "seconds": 540.0},
         ),
     ),
@@ -197,17 +180,17 @@ def _trained_later(arm: str, words: str, speed: str, peak: str) -> Measurement:
     random = {"on": (), "fresh": False, "pruned": is_pruned}
     entry = {"backend": "pruned" if is_pruned else "toeplitz", "rate": 0.25}
     return Measurement(
-        name=f"prefill, {words}",
-        program="saf bench prefill",
-        on=(checkpoint(arm, 1.0),),
-        settings={**_REPEATS, "points": ("4096x32",), "memory": True},
-        scaled={"small": {**random, "model": "124m", "rates": (0.25,), "seconds": 300.0}, "smoke": random},
+        f"prefill, {words}",
+        _PREFILL,
+        (checkpoint(arm, 1.0),),
+        {**_REPEATS, "points": "4096x32", "memory": True},
+        small={**random, "model": "124m", "rates": (0.25,), "seconds": 300.0},
+        smoke=random if arm == "later-pruned-25-time" else None,
         numbers=(
             # Refused ratios are those of noisy measurements.
             Number(f"{title}, speedup", ("rows", {**entry, "variant": "call", "refused": False}, "ratio"), speed, 4),
             Number(f"{title}, peak, %", ("memory", entry, "change_percent"), peak, 2, signed=True),
         ),
-        smoke=arm == "later-pruned-25-time",
     )
 
 
@@ -218,13 +201,13 @@ RECIPES["pruning_costs"] = Recipe(
     measurements=(
         _bench(
             "updates at native batches", _UPDATE, "124m", "4096x20x6 8192x10x6 16384x5x6", _TWO_RATES,
-            memory=True, pruned=True, others=(), small={"points": "4096x20x2 8192x10x2 16384x5x2", **_SMALL},
+            {"memory": True, "pruned": True, "others": ()}, small={"points": "4096x20x2 8192x10x2 16384x5x2", **_SMALL},
         ),
         *(_trained_later(**line) for line in _PREFILLS),
         _bench(
-            "prefill of one sequence", _PREFILL, "124m", "4096x1", (0.25,), **_REPEATS,
-            pruned=True, kernels=("auto",),  # as in _CALLED
-            small={"fresh": False, "seconds": 200.0}, smoke=False,
+            "prefill of one sequence", _PREFILL, "124m", "4096x1", (0.25,),
+            {**_REPEATS, "pruned": True, "kernels": ("auto",)},  # as in _CALLED
+            small={"fresh": False, "seconds": 200.0}, smoke=None,
         ),
     ),
     notes=(
@@ -266,22 +249,23 @@ RECIPES["implementation"] = Recipe(
     also=("tab:gradient-errors",),
     measurements=(
         Measurement(
-            name="gradients",
-            program="benchmarks.accuracy",
-            scaled={"smoke": {"backends": ("toeplitz",), "precisions": ("fp32",)}},
-            numbers=tuple(_errors()),
+            "gradients",
+            "benchmarks.accuracy",
+            smoke={"backends": ("toeplitz",), "precisions": ("fp32",)},
+            numbers=_errors(),
         ),
         Measurement(
-            name="changes of heads",
-            program="benchmarks.accuracy",
-            settings={"transitions": 50, "precisions": ("fp32",)},
-            scaled={"smoke": {"transitions": 5, "backends": ("toeplitz",)}},
+            "changes of heads",
+            "benchmarks.accuracy",
+            (),
+            {"transitions": 50, "precisions": ("fp32",)},
+            smoke={"transitions": 5, "backends": ("toeplitz",)},
             numbers=(
                 Number("logits after 50 changes of heads, max.", _TRANSITIONS, "9.54e-7", scientific=True),
                 Number("output of a mixed layer, max. from eager", _OF_OUTPUT, "1.07e-6", scientific=True),
             ),
         ),
-        Measurement(name="storage", program="experiments.analyses storage", on=(checkpoint("4k-mean-25", 1.0),)),
+        Measurement("storage", "experiments.analyses storage", (checkpoint("4k-mean-25", 1.0),)),
     ),
     notes=("Of a pruned layer the largest error over its seven tensors is shown, from eager attention as all others.",),
 )

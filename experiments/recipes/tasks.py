@@ -40,16 +40,17 @@ def _updates(task: str) -> Measurement:
     """Return the measurement that times finetuning updates in pairs."""
     k, settings = DOWNSTREAM[task]
     return Measurement(
-        name=f"updates on {TITLES[task]}",
-        program="benchmarks.finetuning",
-        settings={
+        f"updates on {TITLES[task]}",
+        "benchmarks.finetuning",
+        (),
+        {
             "task": task,
             "data": file_of(task, "train"),
             "test": file_of(task, "test"),
             "tokenizer": DATA,
+            # The paper's batches at the small scale too, as only their shape matters for the time.
             "model": "124m",
             "length": CONTEXTS[k],
-            # The paper's batches at the small scale too, as only their shape matters for the time.
             **settings["paper"],
             "rates": _RATES,
             "orders": _ORDERS,
@@ -57,12 +58,9 @@ def _updates(task: str) -> Measurement:
             "memory": True,
             "pairs": 6,
         },
-        scaled={
-            "small": {"pairs": 4, "seconds": 540.0},
-            "smoke": {"length": 32, "batch_size": 4, "orders": _ORDERS[:2], "free": False},
-        },
-        numbers=tuple(number for rate in _RATES for number in _timed_numbers(task, rate)),
-        smoke=task == "sst2",
+        small={"pairs": 4, "seconds": 540.0},
+        smoke={"length": 32, "batch_size": 4, "orders": _ORDERS[:2], "free": False} if task == "sst2" else None,
+        numbers=[number for rate in _RATES for number in _timed_numbers(task, rate)],
     )
 
 
