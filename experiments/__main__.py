@@ -13,7 +13,7 @@ from experiments.inputs import Inputs, check, smoke_inputs
 from experiments.measurements import Maker, records_of
 from experiments.recipe import Recipe, recipe, recipe_names, recipes_for
 from experiments.records import read_records
-from experiments.results import document, on_terminal, recipe_blocks, write_pages
+from experiments.results import document, recipe_blocks, show, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
 from experiments.scales import SCALES, Scale, scale_named
 from experiments.tables import RecipeTable, check_recipe, latex
@@ -132,7 +132,8 @@ class Experiments:
 
     def _show(self, table: RecipeTable) -> None:
         blocks = list(recipe_blocks(table, self.out / table.scale))
-        print(f"\n{on_terminal(blocks)}")
+        print()
+        show(blocks)
         if words := table.runs_in_words():
             print(f"\n{words}")
         if self.tables:

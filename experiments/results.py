@@ -18,7 +18,7 @@ from experiments.figures import costs_figure, recipe_figure, speedups_figure
 from experiments.measurements import Measurement, records_of
 from experiments.recipe import Recipe, recipe
 from experiments.records import Record, read_records
-from experiments.tables import RecipeTable, markdown, measured_table, terminal
+from experiments.tables import RecipeTable, markdown, measured_table
 from saf.compare import arm_names, arms_table, compare_all
 from saf.records.files import read_json, write_atomically
 from saf.records.run import RecordedRun
@@ -310,14 +310,14 @@ def document(blocks: Sequence[Block]) -> str:
     return "\n\n".join(filter(None, texts))
 
 
-def on_terminal(blocks: Sequence[Block]) -> str:
-    """Return the tables and notes of a recipe as plain text; a table with a headline is the headline alone."""
-    texts = []
+def show(blocks: Sequence[Block]) -> None:
+    """Print the tables and notes of a recipe; a table with a headline is the headline alone."""
     for block in blocks:
-        if block.tables:
-            texts += [block.title or block.heading, terminal(block.tables[0])]
-        texts.append(re.sub(r"\\(\W)", r"\1", block.text))  # without the marks of Markdown
-    return "\n\n".join(filter(None, texts))
+        for frame in block.tables[:1]:
+            rows = frame.reset_index()
+            Table.of(block.title or block.heading, [*map(str, rows.columns)], rows.to_numpy()).print()
+        if block.text:
+            print(re.sub(r"\\(\W)", r"\1", block.text))  # without the marks of Markdown
 
 
 # --- analyses and benchmarks

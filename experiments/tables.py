@@ -1,8 +1,8 @@
 """A recipe's table from the numbers of its runs: what each metric is, and each row's mean, spread and text.
 
 In this order: `records.numbers` has a line each of scale, arm, seed, metric and value; `RecipeTable.by_seed` adds the
-metrics that compare arms, in each seed; `RecipeTable.summary` groups by row and metric, over seeds; `text_table`,
-`markdown` and `latex` make text of it.
+metrics that compare arms, in each seed; `RecipeTable.summary` groups by row and metric, over seeds; `text_table`
+makes text of it.
 """
 
 import math
@@ -10,7 +10,6 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from textwrap import wrap
 from typing import Any
 
 import numpy as np
@@ -28,8 +27,6 @@ from saf.models.gpt import preset
 from saf.paired import block_length, bootstrap_means
 from saf.records.table import MISSING
 
-WIDTH = 100
-"""Columns of text of a table on the terminal."""
 PAPER_TOKEN_GAIN = 0.14
 """By how many percent 1% more tokens lowers perplexity in the paper, from its tables at matched tokens and time."""
 
@@ -514,43 +511,6 @@ def markdown(table: pd.DataFrame) -> str:
     # chr(92) is the backslash, which expressions in f-strings may not contain before Python 3.12.
     lines = ([*names, *map(str, table.columns)], rule, *body)
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)
-
-
-def terminal(table: pd.DataFrame) -> str:
-    """Return a table as plain text of at most `WIDTH` columns: more follow below, with the rows that have a cell."""
-    groups: list[list[str]] = []
-    for title in table:
-        # The paper's column stays beside ours.
-        if groups and title == f"paper's {groups[-1][0]}":
-            groups[-1].append(title)
-        else:
-            groups.append([str(title)])
-    parts, room = [], 0
-    for group in groups:
-        width = sum(2 + len(_column(title, table[title])[0]) for title in group)
-        if width > room:
-            parts.append([])
-            room = WIDTH - max(map(len, map(str, table.index)), default=0)
-        parts[-1] += group
-        room -= width
-    return "\n\n".join(_plain(table[part]) for part in parts)
-
-
-def _plain(table: Any) -> str:
-    """Return the rows of a table that have a number as plain text, names to the left, numbers to the right."""
-    table = table[(table != MISSING).any(axis=1)]
-    columns = [_column(str(title), cells) for title, cells in table.items()]
-    names, deepest = [str(table.index.name or ""), *map(str, table.index)], max(map(len, columns))
-    columns = [[" " * len(column[0])] * (deepest - len(column)) + column for column in columns]
-    left = [name.ljust(max(map(len, names))) for name in [""] * (deepest - len(names)) + names]
-    return "\n".join("  ".join(line).rstrip() for line in zip(left, *columns, strict=True))
-
-
-def _column(title: str, cells: Iterable[Any]) -> list[str]:
-    """Return the lines of a column as wide as its cells and the words of its title."""
-    texts = [str(cell) for cell in cells]
-    width = max(map(len, [*texts, *title.split()]))
-    return [line.rjust(width) for line in [*wrap(title, width, break_long_words=False), *texts]]
 
 
 def latex(table: pd.DataFrame) -> str:
