@@ -1,7 +1,8 @@
 """Renders the pages of results, docs/results/SUBJECT.md, and all cells of their tables, results/cells.csv.
 
-`python -m experiments results` writes both from the records in results/, and `make check` compares. docs/results.md is
-written by hand, as are the README and docs/results/answer.md: the numbers of their tables must stand in some cell.
+`python -m experiments results` writes both from the records in results/, and `make check` compares. A page's
+introduction is written by hand in its file. So are docs/results.md, the README and docs/results/answer.md: the numbers
+of their tables must stand in some cell.
 """
 
 import re
@@ -25,101 +26,41 @@ from saf.records.run import RecordedRun
 from saf.records.table import MISSING, Table
 from saf.records.table import markdown as escaped
 
-
-@dataclass(frozen=True, kw_only=True)
-class Page:
-    """Title, recipes and benchmarks of a page, in their order there."""
-
-    title: str
-    introduction: str
-    recipes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Names of recipes by scale, a folder of results/ with their runs."""
-    benchmarks: Mapping[str, str] = field(default_factory=dict)
-    """Headings by kind of record."""
-
-
-PAGES = {
-    "quality": Page(
-        title="Perplexity after freezing",
-        introduction="Models of 34M parameters unless a heading says more. Those of the scale `converged` have 560M "
-        "tokens. Those of `small-75M` have 75M at 4K and 37M at 16K, where ordinary attention ends at a perplexity of "
-        "137 (4K: 48): too young to answer for 16K. There 1% more tokens lowers perplexity several times as much as in "
-        "the paper's regime; estimates value them at its 0.14%. Near convergence such estimates were 0.8 to 0.9 points "
-        "below what was then measured.",
-        recipes={
-            **dict.fromkeys(("converged", "converged-staged"), ("answer",)),
-            **dict.fromkeys(("converged-1e-3", "converged-3e-3"), ("answer",)),
-            "converged-56M": ("peak_rate",),
-            **dict.fromkeys(("small-75M", "small-75M-high-rates", "small-75M-own-clock"), ("matched_time",)),
-            **dict.fromkeys(("small-75M-cold-cache", "small-75M-warm-cache", "small"), ("matched_time",)),
-            "small-75M-controls": ("fixed_token_controls", "timing", "trainability"),
-            "small-75M-4k": ("fixed_token_controls",),
-            "small-75M-branched": ("schedules",),
-            "small-75M-representation": ("representation",),
-            **dict.fromkeys(("124m-84M-25", "124m-84M"), ("linear_heads",)),
-        },
-    ),
-    "heads": Page(
-        title="Which heads, and which patterns",
-        introduction="Scores, patterns, and what the frozen heads are like.",
-        recipes={
-            "small-75M-ideas": ("better", "selectors"),
-            "small-75M-scores": ("better",),
-            "small-75M-patterns": ("rates_and_patterns", "timing"),
-            "small-75M-analyses": ("joint_cost", "schedules", "stability"),
-            "small-75M-distributions": ("distributions",),
-        },
-    ),
-    "tasks": Page(
-        title="Finetuning and recall after freezing",
-        introduction="34M parameters, 75M tokens, frozen or pruned halfway.",
-        recipes={"small-75M-stages": ("stages",)},
-    ),
-    "pretrained": Page(
-        title="Freezing a pretrained model",
-        introduction="SmolLM2-135M-Instruct, 270 heads, calibrated on 32 sequences of 1,024 tokens of books, articles "
-        "and documentation. Heads are chosen at one rate by joint cost (on 64 windows of the same kind of text), "
-        "forward KL, variance, variance with at most three heads a layer, or at random, and frozen, or the same heads "
-        "pruned. Changes of perplexity are on 128 windows of that kind of text (calibration) and of wikitext-2 "
-        "(other), in percent of the ordinary model in the same state, with 95% intervals over windows. Healed is "
-        "after 2.46M tokens of training, the ordinary model trained alike. Tasks are the mean change of accuracy over "
-        "HellaSwag, PIQA, ARC-Easy, SST-2 and BoolQ, zero-shot, 500 questions each (SST-2: 436). On BoolQ the "
-        "ordinary model is below chance (42.6%), and pruned arms gain up to 18 points by saying yes: the mean does not "
-        "rank arms. No score chooses by what pruning costs. Missing: gemma-3-270m.",
-        recipes={"small": ("pretrained",)},
-    ),
-    "updates": Page(
-        title="Speed and memory of training updates",
-        introduction="A speedup is the baseline's time over the arm's, the median of alternating pairs on one H200 "
-        "unless a row names another device: above 1 the arm is faster. The baseline is ordinary attention on cuDNN; "
-        "the free bound, the speedup if mixing in frozen heads cost nothing, is in cells.csv. A point is context x "
-        "sequences x micro-batches. Models are compiled, in bfloat16 under autocast, unless a title says more. A "
-        "comparison is refused where two equal models differed by more than 1%. The paper's systems figures are of "
-        "one GH200 against flash attention: compare signs and trends.",
-        benchmarks={
-            "update": "Updates: speed",
-            "nanogpt": "Updates: beside nanoGPT",
-            "compile": "Compilation after an event",
-            "finetune": "Finetuning updates: speed",
-        },
-    ),
-    "inference": Page(
-        title="Speed and memory of prompts and decoding",
-        introduction="Speedups as for [updates](updates.md). Where tokens are few a frozen layer takes one launch for "
-        "all heads; rows with a pinned kernel take several and are no measure of a model left to PyTorch's choice.",
-        benchmarks={"prefill": "Prefill", "decode": "Decoding"},
-    ),
-    "attention": Page(
-        title="Speed of attention alone",
-        introduction="Speedups as for [updates](updates.md), without the rest of the model.",
-        benchmarks={"attention": "Attention layers", "op": "One layer's attention"},
-    ),
-    "freezing": Page(
-        title="Time and accuracy of freezing",
-        introduction="Warm times are medians over repeated interventions on one H200.",
-        benchmarks={"calibration": "Freezing: seconds", "errors": "Numerical errors"},
-    ),
+RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
+    "quality": {
+        **dict.fromkeys(("converged", "converged-staged", "converged-1e-3", "converged-3e-3"), ("answer",)),
+        "converged-56M": ("peak_rate",),
+        **dict.fromkeys(("small-75M", "small-75M-high-rates", "small-75M-own-clock"), ("matched_time",)),
+        **dict.fromkeys(("small-75M-cold-cache", "small-75M-warm-cache", "small"), ("matched_time",)),
+        "small-75M-controls": ("fixed_token_controls", "timing", "trainability"),
+        "small-75M-4k": ("fixed_token_controls",),
+        "small-75M-branched": ("schedules",),
+        "small-75M-representation": ("representation",),
+        **dict.fromkeys(("124m-84M-25", "124m-84M"), ("linear_heads",)),
+    },
+    "heads": {
+        "small-75M-ideas": ("better", "selectors"),
+        "small-75M-scores": ("better",),
+        "small-75M-patterns": ("rates_and_patterns", "timing"),
+        "small-75M-analyses": ("joint_cost", "schedules", "stability"),
+        "small-75M-distributions": ("distributions",),
+    },
+    "tasks": {"small-75M-stages": ("stages",)},
+    "pretrained": {"small": ("pretrained",)},
 }
+"""Recipes of a page, by scale: a folder of results/ with their runs."""
+BENCHMARKS = {
+    "updates": {
+        "update": "Updates: speed",
+        "nanogpt": "Updates: beside nanoGPT",
+        "compile": "Compilation after an event",
+        "finetune": "Finetuning updates: speed",
+    },
+    "inference": {"prefill": "Prefill", "decode": "Decoding"},
+    "attention": {"attention": "Attention layers", "op": "One layer's attention"},
+    "freezing": {"calibration": "Freezing: seconds", "errors": "Numerical errors"},
+}
+"""Headings of a page by kind of benchmark record."""
 SERIES = {
     "converged": "The question itself, near convergence: read this first.",
     "converged-staged": "Models that train at 4K for 40% of their updates, then at 16K; on the text that "
@@ -195,9 +136,10 @@ def write_pages(results: Path, docs: Path) -> list[Path]:
 
 def render(results: Path, docs: Path) -> dict[Path, str]:
     """Return the contents of every file that is rendered from the records in `results`."""
-    pages = {name: list(_blocks(name, results)) for name in PAGES}
+    pages = {name: list(_blocks(name, results)) for name in (*RECIPES, *BENCHMARKS)}
     every = [block for blocks in pages.values() for block in blocks]
-    rendered = {docs / "results" / f"{name}.md": _page(PAGES[name], blocks) for name, blocks in pages.items() if blocks}
+    places = {docs / "results" / f"{name}.md": blocks for name, blocks in pages.items() if blocks}
+    rendered = {path: _page(path, blocks) for path, blocks in places.items()}
     pictures = {docs / "images" / block.picture[1]: block.picture[2] for block in every if block.picture}
     cells = pd.DataFrame([line for block in every for line in block.lines()])
     return {**rendered, **pictures, results / "cells.csv": cells.to_csv(index=False)}
@@ -235,9 +177,9 @@ def _numbers_of_tables(text: str) -> Iterator[str]:
                 yield from re.findall(r"[+−]?\d+\.\d+×?", cell)
 
 
-def _page(page: Page, blocks: Sequence[Block]) -> str:
-    lines = [f"# {page.title}", "<!-- Made by python -m experiments results; `make check` compares. -->"]
-    lines.append(page.introduction)
+def _page(path: Path, blocks: Sequence[Block]) -> str:
+    """Return a page: its introduction, which is written by hand in its file, and the sections."""
+    lines = [path.read_text().partition("\n## ")[0].strip() if path.is_file() else f"# {path.stem}"]
     heading, noted = "", set()
     for block in blocks:
         if block.heading != heading:
@@ -252,7 +194,7 @@ def _page(page: Page, blocks: Sequence[Block]) -> str:
 
 
 def _blocks(name: str, results: Path) -> Iterator[Block]:
-    for scale, recipes in PAGES[name].recipes.items():
+    for scale, recipes in RECIPES.get(name, {}).items():
         records = read_records(results, scale)
         for each in recipes if records else ():
             series = SERIES.get(scale, "") if recipe(each).metrics else ""
@@ -263,7 +205,7 @@ def _blocks(name: str, results: Path) -> Iterator[Block]:
         yield from _analyses(results / "124m-midpoint")
     if name == "updates":
         yield from _runs(results)
-    for kind, heading in PAGES[name].benchmarks.items() if measured else ():
+    for kind, heading in BENCHMARKS.get(name, {}).items() if measured else ():
         yield from _committed_benchmarks(kind, heading, measured)
     if name == "updates":
         yield from _trainer(results)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from experiments import benchmarks
 from experiments.recipe import recipe
-from experiments.results import PAGES, recipe_blocks, render, stale
+from experiments.results import RECIPES, recipe_blocks, render, stale
 from experiments.tables import RecipeTable
 from saf.records.files import write_json
 from tests.report.benchmark_records import TIMES, record
@@ -66,4 +66,4 @@ def test_a_recipes_benchmarks_are_shown_and_drawn_beside_the_papers_numbers(tmp_
 
 def test_every_committed_scale_is_shown():
     committed = {path.parents[1].name for path in (ROOT / "results").glob("*/*/seed-*.json")}
-    assert committed == {scale for page in PAGES.values() for scale in page.recipes}
+    assert committed == {scale for scales in RECIPES.values() for scale in scales}
