@@ -1,11 +1,11 @@
 """Analyses build on this file: their settings, the model with its data, losses with heads frozen, rank correlations.
 
 An analysis is a dataclass of settings with `measure() -> record`, `tables(record)` and, for some, `draw(records)`.
+One of a model trained here has `analyse(opened)` in place of `measure`.
 """
 
 import copy
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -91,19 +91,30 @@ class ModelAnalysis(RunsModel):
     length: int | None = None
     """Tokens of a sequence or window; by default the run's."""
 
-    def open(self) -> "ModelWithData":
-        """Return the model with its data; raise InputError or CheckpointError if either is missing."""
+    def measure(self) -> dict[str, Any]:
+        """Open the model and its data, analyse it in its precision, and return the record.
+
+        Raises InputError or CheckpointError where model or data are missing.
+        """
         source = find_model(self.model)
         data, device = source.data(self.data), pick_device(self.device)
         model: Any = source.model(device)
         seed = source.settings.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
         length = self.length or source.settings.get("length") or model.config.max_length
-        return ModelWithData(self, source, model, data, length, seed, autocast(device, self.precision))
+        with autocast(device, self.precision):
+            values = self.analyse(ModelWithData(self, source, model, data, length, seed))
+        origin = {"checkpoints": {"model": source.hash}, "data": {"analysed": data.fingerprint}}
+        header = self.header(device=device_name(device), **origin)
+        return {**header, "model": str(source.folder), "length": length, **values}
+
+    def analyse(self, opened: "ModelWithData") -> dict[str, Any]:
+        """Return the analysis's own entries of the record."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
 class ModelWithData:
-    """A model with its data, and the precision to run it in."""
+    """A model with its data, and the length and seed of its sequences."""
 
     analysis: ModelAnalysis
     source: ModelFolder
@@ -111,7 +122,6 @@ class ModelWithData:
     data: TokenData
     length: int
     seed: int
-    autocast: AbstractContextManager[Any]
 
     def calibration(self) -> list[Tensor]:
         count = self.analysis.sequences
@@ -124,15 +134,6 @@ class ModelWithData:
 
     def check_rates(self, rates: Sequence[float]) -> None:
         check_rates(rates, sum(site.layout.num_heads for site in adapter_for(self.model).sites()))
-
-    def record(self, values: Record) -> dict[str, Any]:
-        """Return the record of the model: header, model, length, and `values`."""
-        header = self.analysis.header(
-            device=device_name(adapter_for(self.model).device),
-            checkpoints={"model": self.source.hash},
-            data={"analysed": self.data.fingerprint},
-        )
-        return {**header, "model": str(self.source.folder), "length": self.length, **values}
 
 
 def read_record(path: Path, kind: str) -> dict[str, Any]:

@@ -62,26 +62,30 @@ class OneHead(ModelAnalysis):
     rates: tuple[float, ...] = (0.25, 0.5)
     """Shares of all heads whose mean cost is shown."""
 
-    def measure(self) -> dict[str, Any]:
-        """Return the record; costs are `[L, H]`, NaN for heads that were frozen before."""
-        opened = self.open()
+    def analyse(self, opened: ModelWithData) -> dict[str, Any]:
+        """Return costs `[L, H]`, NaN for heads that were frozen before, and the scores with what they predict."""
         opened.check_rates(self.rates)
-        with opened.autocast:
-            ids = opened.calibration()
-            print_progress(f"calibrating on {self.sequences} sequences")
-            statistics = calibrate(opened.model, ids, collect=("mean_rows",) if self.heldout_sequences else ())
-            scores = available_scores(opened, ids, statistics, self.heldout_sequences)
-            meter = CostMeter(opened.model, opened.windows(self.windows), batch_size=self.batch_size)
-            live = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
-            config = FreezeConfig(max_fit_kl=self.max_fit_kl, storage="compact")
-            # One pass of calibration serves the fits of all heads; they are installed one by one.
-            fits = fit_heads(opened.model, ids, statistics, live, config, Stopwatch())
-            by_window, fit_kl = one_head_costs(meter, fits, config.backend, tuple(statistics.variance.shape))
+        ids = opened.calibration()
+        print_progress(f"calibrating on {self.sequences} sequences")
+        statistics = calibrate(opened.model, ids, collect=("mean_rows",) if self.heldout_sequences else ())
+        scores = available_scores(opened, ids, statistics, self.heldout_sequences)
+        meter = CostMeter(opened.model, opened.windows(self.windows), batch_size=self.batch_size)
+        live = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
+        config = FreezeConfig(max_fit_kl=self.max_fit_kl, storage="compact")
+        # One pass of calibration serves the fits of all heads; they are installed one by one.
+        fits = fit_heads(opened.model, ids, statistics, live, config, Stopwatch())
+        by_window, fit_kl = one_head_costs(meter, fits, config.backend, tuple(statistics.variance.shape))
         change, eligible = by_window.mean(-1), HeadSet(head for head in fits if fit_kl[head] <= self.max_fit_kl)
-        costs = {"nll_change": change, "nll_change_by_window": by_window, "fit_kl": fit_kl}
-        quality = {name: score_quality(values, change, eligible, self.rates) for name, values in scores.items()}
-        measured = {"windows": self.windows, "baseline": float(meter.baseline.mean()), **costs}
-        return opened.record({**measured, "eligible": eligible.to_list(), "scores": scores, "quality": quality})
+        return {
+            "windows": self.windows,
+            "baseline": float(meter.baseline.mean()),
+            "nll_change": change,
+            "nll_change_by_window": by_window,
+            "fit_kl": fit_kl,
+            "eligible": eligible.to_list(),
+            "scores": scores,
+            "quality": {name: score_quality(values, change, eligible, self.rates) for name, values in scores.items()},
+        }
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
@@ -235,31 +239,27 @@ class JointCost(ModelAnalysis):
     skip: int = 0
     """Windows at the beginning of the partition to leave out, which another analysis measured on."""
 
-    def measure(self) -> dict[str, Any]:
-        """Return the record; `difference` is the second set's perplexity relative to the first's.
+    def analyse(self, opened: ModelWithData) -> dict[str, Any]:
+        """Return the changes of perplexity; `difference` is the second set's relative to the first's.
 
         Heads count whatever their fit KL is: the sets are frozen as they are.
         """
-        opened, sets = self.open(), {"first": head_set(self.first), "second": head_set(self.second)}
+        sets = {"first": head_set(self.first), "second": head_set(self.second)}
         # A head of both sets is fitted once, and has one pattern in both.
         both = sets["first"] | sets["second"]
         measurable_heads(adapter_for(opened.model), both)  # raises for heads that cannot be frozen
         ids, windows = opened.calibration(), opened.windows(self.skip + self.windows)[self.skip :]
-        with opened.autocast:
-            fits = fit_heads(
-                opened.model, ids, calibrate(opened.model, ids), both, FreezeConfig(storage="compact"), Stopwatch()
-            )
-            meter = CostMeter(opened.model, windows, batch_size=self.batch_size)
-            patterns = {head: each.pattern for head, each in fits.items() if each.pattern is not None}
-            losses = {name: meter.losses(heads, patterns) for name, heads in sets.items()}
-        return opened.record(
-            {
-                "heads": [heads.to_list() for heads in sets.values()],
-                **{name: delta_of_windows(meter.baseline, each) for name, each in losses.items()},
-                "difference": delta_of_windows(losses["first"], losses["second"]),
-                "overlap": len(sets["first"] & sets["second"]),
-            }
-        )
+        statistics, config = calibrate(opened.model, ids), FreezeConfig(storage="compact")
+        fits = fit_heads(opened.model, ids, statistics, both, config, Stopwatch())
+        meter = CostMeter(opened.model, windows, batch_size=self.batch_size)
+        patterns = {head: each.pattern for head, each in fits.items() if each.pattern is not None}
+        losses = {name: meter.losses(heads, patterns) for name, heads in sets.items()}
+        return {
+            "heads": [heads.to_list() for heads in sets.values()],
+            **{name: delta_of_windows(meter.baseline, each) for name, each in losses.items()},
+            "difference": delta_of_windows(losses["first"], losses["second"]),
+            "overlap": len(sets["first"] & sets["second"]),
+        }
 
     @staticmethod
     def tables(record: Record) -> list[Part]:

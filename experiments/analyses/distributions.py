@@ -83,19 +83,17 @@ class Distributions(ModelAnalysis):
     seed: int = 0
     """Seed of generated rows, splits and the projection."""
 
-    def measure(self) -> dict[str, Any]:
+    def analyse(self, opened: ModelWithData) -> dict[str, Any]:
         if self.umap and importlib.util.find_spec("umap") is None:
             raise UnsupportedError("the projection of profiles needs umap-learn: pip install umap-learn")
-        opened = self.open()
         opened.check_rates([self.rate])
         count, fitted = self.sequences, round(self.fitted * self.sequences)
         if fitted < 4 or count - fitted < 2:
             raise InputError(f"models need four sequences to be fitted to and two others; got {fitted} of {count}")
         ids, positions = opened.calibration(), sorted({max(1, round(share * opened.length) - 1) for share in QUERIES})
-        with opened.autocast:
-            print_progress(f"calibrating on {count} sequences")
-            heads = select(score(calibrate(opened.model, ids), "variance"), self.rate)
-            measured = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
+        print_progress(f"calibrating on {count} sequences")
+        heads = select(score(calibrate(opened.model, ids), "variance"), self.rate)
+        measured = calibrate(opened.model, ids, collect=("rows", "logit_rows"), heads=heads, positions=positions)
         order = list(heads)
         shown = order[:: max(1, -(-len(order) // self.shown))]
         values = {
@@ -108,7 +106,7 @@ class Distributions(ModelAnalysis):
         }
         if self.umap:
             values["projections"] = _projections(self, opened, shown)
-        return opened.record(values)
+        return values
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
@@ -368,8 +366,7 @@ def _projections(settings: Distributions, opened: ModelWithData, shown: Sequence
     """Project the profiles of each shown head, from rows in the latter half of windows no model was fitted to."""
     umap = importlib.import_module("umap")
     some = opened.windows(settings.profiles)[:, :-1]
-    with opened.autocast:
-        measured = calibrate(opened.model, some.split(settings.batch_size), collect=("rows",), heads=HeadSet(shown))
+    measured = calibrate(opened.model, some.split(settings.batch_size), collect=("rows",), heads=HeadSet(shown))
     planes = []
     for head in shown:
         rows = measured.take("rows", [head])[0]

@@ -10,7 +10,7 @@ import tyro
 from torch import Tensor, nn
 
 from experiments import paper
-from experiments.analyses.common import Analysis, ModelAnalysis, spearman, stratified_spearman
+from experiments.analyses.common import Analysis, ModelAnalysis, ModelWithData, spearman, stratified_spearman
 from experiments.records import Record
 from saf.calibration import calibrate, heads_at_a_time
 from saf.errors import InputError
@@ -41,9 +41,8 @@ class Geometry(ModelAnalysis):
     costs: Path | None = None
     """JSON of each pattern's cost: {"0.25": {"mean": 0.7, ...}, ...}; adds rank correlations."""
 
-    def measure(self) -> dict[str, Any]:
-        """Return the record: `distances` are `{distance: {rate: {pattern: mean over heads}}}`."""
-        opened = self.open()
+    def analyse(self, opened: ModelWithData) -> dict[str, Any]:
+        """Return `distances` as `{distance: {rate: {pattern: mean over heads}}}`, and correlations with the costs."""
         opened.check_rates(self.rates)
         costs = None if self.costs is None else read_json(self.costs)
         # Raised before the calibration, which takes minutes.
@@ -51,12 +50,11 @@ class Geometry(ModelAnalysis):
             if costs is not None and len(TARGETS.keys() & costs.get(str(rate), {})) < 2:
                 raise InputError(f"{self.costs} must have costs of two patterns at rate {rate}; a rank needs two")
         ids = opened.calibration()
-        with opened.autocast:
-            scores = score(calibrate(opened.model, ids), "variance")
-            # Of one ranking, so that the heads of a rate are among those of every higher one.
-            nested = {rate: select(scores, rate) for rate in self.rates}
-            largest = max(nested.values(), key=len)
-            by_pattern = distances_from_mean(opened.model, ids, largest, list(TARGETS), seed=self.seed)
+        scores = score(calibrate(opened.model, ids), "variance")
+        # Of one ranking, so that the heads of a rate are among those of every higher one.
+        nested = {rate: select(scores, rate) for rate in self.rates}
+        largest = max(nested.values(), key=len)
+        by_pattern = distances_from_mean(opened.model, ids, largest, list(TARGETS), seed=self.seed)
         at = {str(rate): [largest.index(head) for head in heads] for rate, heads in nested.items()}
         distances = {
             distance: {
@@ -65,10 +63,9 @@ class Geometry(ModelAnalysis):
             }
             for distance in DISTANCES
         }
-        values: dict[str, Any] = {"distances": distances}
-        if costs is not None:
-            values["correlations"] = {each: distance_and_cost(distances[each], costs) for each in DISTANCES}
-        return opened.record(values)
+        if costs is None:
+            return {"distances": distances}
+        return {"distances": distances, "correlations": {d: distance_and_cost(distances[d], costs) for d in DISTANCES}}
 
     @staticmethod
     def tables(record: Record) -> list[Part]:

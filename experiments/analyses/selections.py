@@ -22,6 +22,7 @@ from experiments import paper
 from experiments.analyses.common import (
     Analysis,
     ModelAnalysis,
+    ModelWithData,
     head_set,
     mask_of,
     matrix,
@@ -131,16 +132,15 @@ class Profiles(ModelAnalysis):
     later: Path | None = None
     """A record of `profiles` on a later checkpoint of the run; adds the rank correlation of both records' variances."""
 
-    def measure(self) -> dict[str, Any]:
-        opened, selected = self.open(), head_set(self.selected)
+    def analyse(self, opened: ModelWithData) -> dict[str, Any]:
+        selected = head_set(self.selected)
         if selected:
             # Raises now for heads that cannot be compared, not after the measurement.
             layer_matched(zeros_of_live(adapter_for(opened.model).sites()), selected)
-        with opened.autocast:
-            windows = opened.windows(self.windows)[:, :-1]
-            if self.text == "calibration":
-                windows = torch.cat(opened.calibration())[: self.windows]
-            profiles = attention_profiles(opened.model, windows.split(self.batch_size))
+        windows = opened.windows(self.windows)[:, :-1]
+        if self.text == "calibration":
+            windows = torch.cat(opened.calibration())[: self.windows]
+        profiles = attention_profiles(opened.model, windows.split(self.batch_size))
         matched = {name: layer_matched(values, selected) for name, values in profiles.items()} if selected else {}
         values = {"windows": len(windows), "profiles": profiles, "selected": selected.to_list(), "matched": matched}
         if selected:
@@ -149,7 +149,7 @@ class Profiles(ModelAnalysis):
         if self.later is not None:
             later = matrix(read_record(self.later, "profiles")["profiles"]["variance"])
             values["variance_ranks"] = spearman(profiles["variance"], later)
-        return opened.record(values)
+        return values
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
