@@ -6,7 +6,7 @@ what is trained.
 
 import pkgutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache
 from importlib import import_module
 from typing import Any, Literal
@@ -16,13 +16,6 @@ from experiments.arms import arms
 from experiments.measurements import Measurement
 from experiments.paper import NUMBERED, Source, lines
 from saf.errors import InputError, did_you_mean
-
-COLUMNS = ("arm", "label", "reference", "against")
-"""Columns of a table of rows, beside those of companions and metrics."""
-FLAGS = ("first_seed", "retired")
-"""Columns of flags: any text in a cell sets the flag."""
-COMPANIONS = ("tokens", "measured_time", "more_tokens")
-"""Further arms of a row: its own at matched tokens and at measured time, and an ordinary one with more tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,29 +29,39 @@ class Row:
     """The arm that its change of perplexity is measured from, mostly the ordinary one."""
     against: str | None = None
     """The arm whose change is subtracted from its own: for a pruned arm, for example, the frozen one."""
-    companions: Mapping[str, str] = field(default_factory=dict)
-    """Arms by their names in `COMPANIONS`."""
-    first_seed: bool = False
-    """Whether it shows the first seed alone."""
-    retired: bool = False
+    tokens: str | None = None
+    """The same arm at matched tokens."""
+    measured_time: str | None = None
+    """The same arm at its own measured time."""
+    more_tokens: str | None = None
+    """An ordinary arm that had more tokens."""
+    first_seed: bool | str = False
+    """Whether it shows the first seed alone; in a table any text does."""
+    retired: bool | str = False
     """Whether its arm is no longer trained: the row shows committed records."""
     paper: Mapping[str, str] = field(default_factory=dict)
     """The paper's numbers by metric."""
+
+    @property
+    def companions(self) -> list[str]:
+        """The arms that only its metrics show."""
+        return [arm for arm in (self.tokens, self.measured_time, self.more_tokens) if arm]
+
+
+COLUMNS = tuple(each.name for each in fields(Row) if each.name != "paper")
 
 
 def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
     """Parse the rows of a table: a header, then a line a row; "|" separates cells, and empty cells are left out.
 
-    Columns are those of `COLUMNS`, `FLAGS` and `COMPANIONS`, and metrics, whose cells are the paper's numbers. `more`
-    are further columns of the same rows; `shared` are cells of every row.
+    Columns are fields of a `Row`, and metrics, whose cells are the paper's numbers. `more` are further columns of the
+    same rows; `shared` are cells of every row.
     """
     table = []
     for line in lines(text, *more):
         cells: dict[str, Any] = {"label": "", **shared, **line}
         own = {name: cells.pop(name) for name in COLUMNS if name in cells}
-        own |= {name: bool(cells.pop(name)) for name in FLAGS if name in cells}
-        companions = {name: cells.pop(name) for name in COMPANIONS if name in cells}
-        table.append(Row(**own, companions=companions, paper=cells))  # the cells that are left are of metrics
+        table.append(Row(**own, paper=cells))  # the cells that are left are of metrics
     return tuple(table)
 
 
@@ -143,7 +146,7 @@ class Recipe:
         rows = [row for row in self.rows if not row.retired]
         # NAME@0 is a report of the run NAME.
         named = [name.partition("@")[0] for row in rows for name in (row.arm, row.reference, row.against) if name]
-        named += [name for row in rows for name in row.companions.values()]
+        named += [name for row in rows for name in row.companions]
         named += [name for each in self.measurements for name in each.arms(scale)]
         return tuple(name for name in dict.fromkeys(named) if name not in retired)
 

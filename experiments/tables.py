@@ -19,7 +19,7 @@ from scipy.special import stdtrit
 
 from experiments.arms import arms
 from experiments.measurements import Number
-from experiments.recipe import COLUMNS, COMPANIONS, Recipe, Row
+from experiments.recipe import COLUMNS, Recipe, Row
 from experiments.records import CHECKS, RECALL, SMOKE_RECALL, Record, numbers, recall_metric
 from experiments.scales import scale_named
 from saf.errors import CompareError, InputError, did_you_mean
@@ -70,18 +70,14 @@ class Comparison:
         """Return another arm compared with its own reference; without an arm it has no numbers."""
         return replace(self, row=Row(arm=arm or "", label="", reference=self.references.get(arm or "")))
 
-    def companion(self, role: str) -> "Comparison":
-        """Return the row's arm of that role, one of `COMPANIONS`, compared with its own reference."""
-        return self.of(self.row.companions.get(role))
-
     def token_gain(self) -> Any:
         """Return by how many percent 1% more tokens lowers perplexity, from an ordinary run that had more."""
-        more = self.companion("more_tokens")
+        more = self.of(self.row.more_tokens)
         return -more.change() / more.extra_tokens()
 
     def estimate(self, token_gain: Any) -> Any:
         """Estimate the change at matched time: that at matched tokens less the gain from the extra tokens."""
-        return self.companion("tokens").change() - token_gain * self.extra_tokens()
+        return self.of(self.row.tokens).change() - token_gain * self.extra_tokens()
 
 
 @dataclass(frozen=True)
@@ -102,7 +98,7 @@ def _by_seed(title: str, places: int, signed: bool, of: Callable[[Comparison], A
 
 def _token_gain(c: Comparison) -> Any:
     """Return the gain in the row of the run that measures it; estimates in other rows only use it."""
-    return c.token_gain() if c.row.companions.get("more_tokens") == c.row.arm else math.nan
+    return c.token_gain() if c.row.more_tokens == c.row.arm else math.nan
 
 
 METRICS = {
@@ -116,8 +112,8 @@ METRICS = {
     "delta_seeds": _by_seed("change", 3, True, Comparison.change),
     # perplexity at matched time and at matched tokens
     "extra_tokens": Metric("extra tokens (%)", 2, True, Comparison.extra_tokens),
-    "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.companion("tokens").change()),
-    "measured_time": Metric("change at measured time (%)", 3, True, lambda c: c.companion("measured_time").change()),
+    "tokens": Metric("change at matched tokens (%)", 3, True, lambda c: c.of(c.row.tokens).change()),
+    "measured_time": Metric("change at measured time (%)", 3, True, lambda c: c.of(c.row.measured_time).change()),
     "token_gain": Metric("decrease for 1% more tokens (%)", 3, False, _token_gain),
     "estimate_at_paper_gain": Metric("change estimated at 0.14% (%)", 3, True, lambda c: c.estimate(PAPER_TOKEN_GAIN)),
     "estimate_at_measured_gain": Metric(
@@ -181,7 +177,7 @@ def check_recipe(name: str, recipe: Recipe) -> None:
         if metric not in METRICS:
             raise InputError(f"recipe {name!r} has an unknown metric {metric!r}{did_you_mean(metric, METRICS)}")
     if columns := [each for row in recipe.rows for each in row.paper if each not in recipe.metrics]:
-        near = did_you_mean(columns[0], [*COLUMNS, *COMPANIONS, *recipe.metrics])
+        near = did_you_mean(columns[0], [*COLUMNS, *recipe.metrics])
         raise InputError(f"recipe {name!r} has a column {columns[0]!r} that is none of its metrics{near}")
     changing = {row.arm for row in recipe.rows if row.reference}
     if "delta" in recipe.metrics and not changing:
@@ -369,7 +365,7 @@ class RecipeTable:
     def _headline(self) -> list[Row]:
         """Return the rows of the headline: those with a number in it, without the companions of other rows."""
         own = self.by_seed[self.by_seed["metric"].isin(self.recipe.headline or self.recipe.metrics)]
-        companions = {arm for row in self.filled_rows() for arm in row.companions.values()}
+        companions = {arm for row in self.filled_rows() for arm in row.companions}
         return [row for row in self.filled_rows() if row.label in {*own["row"]} and row.arm not in companions]
 
     def text_table(self, *, headline: bool = False) -> pd.DataFrame:

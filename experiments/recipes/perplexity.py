@@ -378,9 +378,7 @@ def _answer_rows(k: str) -> Iterator[Row]:
     """Yield the rows of a context: at matched time, at matched tokens, by their own clock."""
     trunk, more, names = control_trunk(k), f"{k}-ordinary-more", {"k": k, "K": k.upper()}
     yield Row(arm=trunk, label=f"{k.upper()} ordinary")
-    yield Row(
-        arm=more, label=f"{k.upper()} ordinary, 3% more tokens", reference=trunk, companions={"more_tokens": more}
-    )
+    yield Row(arm=more, label=f"{k.upper()} ordinary, 3% more tokens", reference=trunk, more_tokens=more)
     for rate in ("50", "25"):
         names |= {"r": rate, "f": f"{k}-exponential-{rate}"}
         yield from rows(_ANSWERS.format(**names), reference=trunk, more_tokens=more)

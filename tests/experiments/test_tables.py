@@ -160,7 +160,7 @@ def test_a_recipe_names_arms_metrics_and_rows_that_there_are(name):
     labels = [row.label for row in found.rows]
     assert len(set(labels)) == len(labels)
     shown = {row.arm for row in found.rows}
-    compared = {arm for row in found.rows for arm in (row.against, *row.companions.values()) if arm}
+    compared = {arm for row in found.rows for arm in (row.against, *row.companions) if arm}
     assert compared <= shown  # their own references are those of their rows
     places = [place for f in found.figures for ls in f.panels.values() for t in ls.values() for place in t.values()]
     assert {arm for arm, _ in places} <= shown
