@@ -5,7 +5,6 @@ weight of recent keys and of the first token, and the largest weight.
 """
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -31,11 +30,11 @@ from experiments.analyses.common import (
     subplots,
 )
 from experiments.records import Record
-from saf.calibration import latter_half
+from saf.calibration import calibrate, heads_at_a_time
+from saf.calibration.capture import measurable_heads
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.models.adapter import Site, adapter_for, evaluation_mode
-from saf.ops.live import capped, score_scale
+from saf.models.adapter import adapter_for
 from saf.records.run import events_file, merge_reports, read_events
 from saf.records.table import Part, Table, correlation, number
 
@@ -136,7 +135,9 @@ class Profiles(ModelAnalysis):
         selected = head_set(self.selected)
         if selected:
             # Raises now for heads that cannot be compared, not after the measurement.
-            layer_matched(zeros_of_live(adapter_for(opened.model).sites()), selected)
+            adapter = adapter_for(opened.model)
+            shape = len(adapter.sites()), adapter.sites()[0].layout.num_heads
+            layer_matched(torch.where(mask_of(measurable_heads(adapter), shape), 0.0, torch.nan), selected)
         windows = opened.windows(self.windows)[:, :-1]
         if self.text == "calibration":
             windows = torch.cat(opened.calibration())[: self.windows]
@@ -211,15 +212,6 @@ class Profiles(ModelAnalysis):
         return drawn
 
 
-def zeros_of_live(sites: Sequence[Site]) -> Tensor:
-    """Return `[L, H]` float64: 0 for live heads, NaN for frozen or pruned ones and in layers that cannot be edited."""
-    values = torch.full((len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
-    for layer, site in enumerate(sites):
-        if site.unsupported_reason is None:
-            values[layer, list(site.layout.live)] = 0.0
-    return values
-
-
 def attention_profiles(model: nn.Module, batches: Sequence[Tensor], *, recent: int = RECENT_KEYS) -> dict[str, Tensor]:
     """Return each head's mean over sequences and query positions, `[L, H]` float64; NaN for heads that are not live.
 
@@ -227,54 +219,23 @@ def attention_profiles(model: nn.Module, batches: Sequence[Tensor], *, recent: i
     `largest` the largest weight, `first_token` the first key's. `variance` is that of weights over sequences, summed
     over keys. `batches` are token ids `[B, T]`; 64 query positions are read, in the latter half of T.
     """
-    adapter = adapter_for(model)
-    sites = adapter.sites()
-    rows = list(latter_half(batches[0].shape[1]))
-    total = zeros_of_live(sites).repeat(len(PROFILES) + 1, 1, 1)  # the four profiles, then the squared weights
-    sums: dict[int, Tensor] = {}  # by layer: its heads' attention, summed over sequences
-
-    def add(layer: int, site: Site, query: Tensor, key: Tensor) -> None:
-        for q, k in zip(query, key, strict=True):
-            pattern = _pattern(q, k, site, rows)
-            sums[layer] = sums[layer].add_(pattern) if layer in sums else pattern
-            total[:, layer, list(site.layout.live)] += _profile(pattern, rows, recent).cpu()
-
-    with torch.no_grad(), evaluation_mode(model), ExitStack() as stack:
-        for layer, site in enumerate(sites):
-            if site.unsupported_reason is None:
-                stack.enter_context(site.capture(lambda q, k, layer=layer, site=site: add(layer, site, q, k)))
-        for batch in tqdm(batches, "batches", mininterval=5):
-            adapter.run(batch.to(adapter.device))
-    count = sum(map(len, batches))
-    *profiles, squares = total / (count * len(rows))
-    for layer, summed in sums.items():
-        mean_squared = (summed / count).square().sum((-2, -1)) / len(rows)
-        squares[layer, list(sites[layer].layout.live)] -= mean_squared.cpu()  # E[x²] - E[x]², the variance
-    return {**dict(zip(PROFILES, profiles, strict=True)), "variance": squares}
-
-
-def _pattern(query: Tensor, key: Tensor, site: Site, rows: Sequence[int]) -> Tensor:
-    """Return the attention of one sequence's live heads at query positions `rows`, `[live heads, R, T]` float64."""
-    # Entropy and variance are of weights in float32 at least, whatever precision the model runs in.
-    dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
-    with torch.autocast(query.device.type, enabled=False):
-        scale = score_scale(site.scale, query.shape[-1])
-        query, key = query[:, rows].to(dtype), key[list(site.layout.key_head)].to(dtype)
-        logits = capped(query @ key.mT * scale, site.soft_cap)
-        last = torch.tensor(rows, device=query.device)[:, None]
-        keys = torch.arange(key.shape[1], device=query.device)
-        return logits.masked_fill_(keys > last, -torch.inf).softmax(-1).double()
-
-
-def _profile(pattern: Tensor, rows: Sequence[int], recent: int) -> Tensor:
-    """Return the profiles of patterns `[heads, R, T]` and their squared weights, summed over `rows`, `[5, heads]`."""
-    last = torch.tensor(rows, device=pattern.device)[:, None]
-    keys = torch.arange(pattern.shape[-1], device=pattern.device)
-    entropy = -torch.xlogy(pattern, pattern).sum(-1) / (last[:, 0] + 1).double().log()
-    # The query's own key is the first of the recent ones.
-    local_mass = (pattern * (keys > last - recent)).sum(-1)
-    squares = pattern.square().sum(-1)
-    return torch.stack([entropy, local_mass, pattern.amax(-1), pattern[..., 0], squares]).sum(-1)
+    adapter, length = adapter_for(model), batches[0].shape[1]
+    live, sites, keys = measurable_heads(adapter), adapter.sites(), torch.arange(length)
+    values = torch.full((len(PROFILES) + 1, len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
+    size = heads_at_a_time(model, ("rows",), sequences=sum(map(len, batches)), length=length)
+    for first in tqdm(range(0, len(live), size), "groups of heads", mininterval=5):
+        some = HeadSet(list(live)[first : first + size])
+        measured = calibrate(model, batches, collect=("rows",), heads=some)
+        last = torch.tensor(measured.positions)[:, None]
+        for layer, head in some:
+            rows = measured.take("rows", [(layer, head)])[0].double()
+            entropy = -torch.xlogy(rows, rows).sum(-1) / (last[:, 0] + 1).double().log()
+            # The query's own key is the first of the recent ones.
+            local_mass = (rows * (keys > last - recent)).sum(-1)
+            variance = rows.var(0, correction=0).sum(-1)
+            profiles = (entropy, local_mass, rows.amax(-1), rows[..., 0], variance)
+            values[:, layer, head] = torch.stack([each.mean() for each in profiles])
+    return dict(zip((*PROFILES, "variance"), values, strict=True))
 
 
 def layer_matched(values: Tensor, selected: HeadSet) -> tuple[float, float]:
