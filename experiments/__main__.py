@@ -11,7 +11,7 @@ import tyro
 
 from experiments.inputs import Inputs, check, smoke_inputs
 from experiments.measurements import Maker, records_of
-from experiments.recipe import Recipe, recipe, recipe_names, recipes_for
+from experiments.recipe import Recipe, all_recipes, recipe, recipes_for
 from experiments.records import read_records
 from experiments.results import document, recipe_blocks, show, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
@@ -175,8 +175,7 @@ class Experiments:
 
 
 def _list_recipes() -> None:
-    for name in recipe_names():
-        own = recipe(name)
+    for name, own in all_recipes().items():
         place = "" if own.numbered_title != own.title else f" ({(*own.repeats, 'ours')[0]})"
         print(f"{name:24} {own.numbered_title}{place}")
 

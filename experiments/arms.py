@@ -115,25 +115,25 @@ ONE_BILLION = {
 
 # --- matched time
 
-SPEEDS = {
-    # Updates that 124M does while ordinary attention does one, in pairs on an H200 (results/bench/update-*.json). All
-    # digits stay: rounded, a budget could lose an update, and a recorded run would be refused as one of other settings.
-    ("4k", "freeze"): {
-        0.1: 1.0275594899232563, 0.25: 1.0810533293437499, 0.5: 1.181300651038013, 0.75: 1.3005081503257414,
-    },
-    ("4k", "prune"): {
-        0.1: 1.0454085708553393, 0.25: 1.1270054291743925, 0.5: 1.282733116486198, 0.75: 1.5184881841571478,
-    },
-    ("8k", "freeze"): {0.25: 1.09598793833239, 0.5: 1.255179336743242},
-    ("8k", "prune"): {0.25: 1.1765567611282242, 0.5: 1.3681039659710192},
-    ("16k", "freeze"): {0.25: 1.1445121501407156, 0.5: 1.3494597945837732, 0.75: 1.6422241495609335},
-    ("16k", "prune"): {0.25: 1.1997970191803033, 0.5: 1.5259132776130593, 0.75: 2.0680495946028756},
-}  # fmt: skip
-for _entry in read_json(Path(__file__).resolve().parents[1] / "results" / "bench" / "linear.json")["updates"]:
+
+def _measured_speeds() -> dict[tuple[str, str], dict[float, float]]:
+    """Return the updates that 124M does while ordinary attention does one, by context, event and rate, in pairs."""
+    bench = Path(__file__).resolve().parents[1] / "results" / "bench"
+    speeds: dict[tuple[str, str], dict[float, float]] = {}
+    # All digits count: rounded, a budget could lose an update, and a recorded run be refused as of other settings.
+    for name in ("update-rates", "update-4k-again", "update-8k", "update-16k", "update-16k-rates"):
+        for row in read_json(bench / f"{name}.json")["rows"]:
+            event = {"toeplitz": "freeze", "pruned": "prune"}.get(row["backend"])
+            if event is not None:
+                speeds.setdefault((f"{row['point']['length'] // 1024}k", event), {})[row["rate"]] = row["ratio"]
     # Heads frozen in linear time and the same heads pruned, measured in one run.
-    for _kind in ("exponential", "pruned"):
-        _speeds = {rate: _entry["speedups"].get(f"{percent(rate)}% {_kind}") for rate in RATES}
-        SPEEDS[f"{_entry['length'] // 1024}k", _kind] = {rate: speed for rate, speed in _speeds.items() if speed}
+    for entry, event in product(read_json(bench / "linear.json")["updates"], ("exponential", "pruned")):
+        by_rate = {rate: entry["speedups"].get(f"{percent(rate)}% {event}") for rate in RATES}
+        speeds[f"{entry['length'] // 1024}k", event] = {rate: speed for rate, speed in by_rate.items() if speed}
+    return speeds
+
+
+SPEEDS = _measured_speeds()
 CHARGE_SECONDS = 28.3
 """Time that an arm at matched time is charged for an event and the compilation after it, of `PAPER_SECONDS`."""
 PAPER_SECONDS = 187.65 * 60

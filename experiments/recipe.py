@@ -164,11 +164,6 @@ def all_recipes() -> dict[str, Recipe]:
     return dict(sorted(by_name.items()))
 
 
-def recipe_names() -> list[str]:
-    """Return the names of all recipes."""
-    return list(all_recipes())
-
-
 def recipes_for(word: str) -> list[str]:
     """Return the names of the recipes that repeat a label of the paper or a number such as table-8.
 
@@ -189,6 +184,6 @@ def recipe(name: str) -> Recipe:
     """Return a recipe; raise InputError for an unknown name."""
     if name not in all_recipes():
         numbers = [number.lower().replace(" ", "-") for number in NUMBERED.values()]
-        hint = did_you_mean(name, [*recipe_names(), *numbers]) or "; `python -m experiments` lists them"
+        hint = did_you_mean(name, [*all_recipes(), *numbers]) or "; `python -m experiments` lists them"
         raise InputError(f"there is no recipe {name!r}{hint}")
     return all_recipes()[name]

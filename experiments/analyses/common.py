@@ -5,7 +5,7 @@ One of a model trained here has `analyse(opened)` in place of `measure`.
 """
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,8 +16,10 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from experiments.records import Record
+from saf.calibration import calibrate, heads_at_a_time
 from saf.cli.parsing import read_heads
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
@@ -29,6 +31,7 @@ from saf.patterns import Pattern
 from saf.records.result import read_result, result_header
 from saf.records.table import Part
 from saf.selection import heads_at_rate
+from saf.statistics import AttentionStatistics
 from saf.surgery import install_, uninstall_
 from saf.tasks.text import window_losses
 
@@ -170,6 +173,16 @@ def matrix(rows: Sequence[Sequence[float | None]]) -> Tensor:
     """Return values `[L, H]` float64 from the rows of a record, None as NaN."""
     # JSON has no NaN.
     return torch.from_numpy(np.array(rows, dtype=float))
+
+
+def calibrate_in_groups(
+    model: nn.Module, ids: Sequence[Tensor], heads: HeadSet, collect: Sequence[str]
+) -> Iterator[tuple[HeadSet, AttentionStatistics]]:
+    """Yield heads with their statistics, as many at a time as memory allows for the tensors to collect."""
+    size = heads_at_a_time(model, collect, sequences=sum(map(len, ids)), length=ids[0].shape[1])
+    for first in tqdm(range(0, len(heads), size), "groups of heads", mininterval=5):
+        some = HeadSet(list(heads)[first : first + size])
+        yield some, calibrate(model, ids, collect=collect, heads=some)
 
 
 class CostMeter:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,16 @@ import tyro
 from torch import Tensor, nn
 
 from experiments import paper
-from experiments.analyses.common import Analysis, ModelAnalysis, ModelWithData, spearman, stratified_spearman
+from experiments.analyses.common import (
+    Analysis,
+    ModelAnalysis,
+    ModelWithData,
+    calibrate_in_groups,
+    spearman,
+    stratified_spearman,
+)
 from experiments.records import Record
-from saf.calibration import calibrate, heads_at_a_time
+from saf.calibration import calibrate
 from saf.errors import InputError
 from saf.frozen_state import storage_report
 from saf.heads import HeadSet
@@ -101,15 +109,11 @@ def distances_from_mean(
     `{pattern: {distance: [F]}}` in the heads' order; as many heads at a time as memory allows.
     """
     collect = sorted({"mean"}.union(*(collect_for(name, "dense") for name in names)))
-    size = heads_at_a_time(model, collect, sequences=sum(map(len, ids)), length=ids[0].shape[1])
     rows: dict[str, list[dict[str, Tensor]]] = {name: [] for name in names}
-    for first in range(0, len(heads), size):
-        some = HeadSet(list(heads)[first : first + size])
-        statistics = calibrate(model, ids, collect=collect, heads=some)
-        for head in some:
-            for name in names:
-                pattern = dense_pattern(statistics, [head], name, seed=seed)
-                rows[name].append(pattern_distances(statistics.take("mean", [head]), pattern))
+    for some, statistics in calibrate_in_groups(model, ids, heads, collect):
+        for head, name in product(some, names):
+            pattern = dense_pattern(statistics, [head], name, seed=seed)
+            rows[name].append(pattern_distances(statistics.take("mean", [head]), pattern))
     return {
         name: {distance: torch.cat([each[distance] for each in parts]) for distance in DISTANCES}
         for name, parts in rows.items()

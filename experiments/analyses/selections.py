@@ -15,13 +15,13 @@ import tyro
 from matplotlib.figure import Figure
 from scipy.stats import sem
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from experiments import paper
 from experiments.analyses.common import (
     Analysis,
     ModelAnalysis,
     ModelWithData,
+    calibrate_in_groups,
     head_set,
     mask_of,
     matrix,
@@ -30,7 +30,6 @@ from experiments.analyses.common import (
     subplots,
 )
 from experiments.records import Record
-from saf.calibration import calibrate, heads_at_a_time
 from saf.calibration.capture import measurable_heads
 from saf.errors import InputError
 from saf.heads import HeadSet
@@ -219,15 +218,12 @@ def attention_profiles(model: nn.Module, batches: Sequence[Tensor], *, recent: i
     `largest` the largest weight, `first_token` the first key's. `variance` is that of weights over sequences, summed
     over keys. `batches` are token ids `[B, T]`; 64 query positions are read, in the latter half of T.
     """
-    adapter, length = adapter_for(model), batches[0].shape[1]
-    live, sites, keys = measurable_heads(adapter), adapter.sites(), torch.arange(length)
+    adapter, keys = adapter_for(model), torch.arange(batches[0].shape[1])
+    sites = adapter.sites()
     values = torch.full((len(PROFILES) + 1, len(sites), sites[0].layout.num_heads), torch.nan, dtype=torch.float64)
-    size = heads_at_a_time(model, ("rows",), sequences=sum(map(len, batches)), length=length)
-    for first in tqdm(range(0, len(live), size), "groups of heads", mininterval=5):
-        some = HeadSet(list(live)[first : first + size])
-        measured = calibrate(model, batches, collect=("rows",), heads=some)
+    for heads, measured in calibrate_in_groups(model, batches, measurable_heads(adapter), ("rows",)):
         last = torch.tensor(measured.positions)[:, None]
-        for layer, head in some:
+        for layer, head in heads:
             rows = measured.take("rows", [(layer, head)])[0].double()
             entropy = -torch.xlogy(rows, rows).sum(-1) / (last[:, 0] + 1).double().log()
             # The query's own key is the first of the recent ones.

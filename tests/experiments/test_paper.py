@@ -5,9 +5,9 @@ import re
 import pytest
 
 from experiments import paper
-from experiments.recipe import recipe, recipe_names
+from experiments.recipe import all_recipes
 
-RECIPES = {name: recipe(name) for name in recipe_names()}
+RECIPES = all_recipes()
 UNLABELLED = {"implementation": r"\subsection{Compact fitting and storage}"}
 NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e-\d+)?")
 

@@ -13,7 +13,7 @@ from scipy import stats
 
 from experiments.__main__ import main
 from experiments.paper import Source
-from experiments.recipe import Recipe, recipe, recipe_names, recipes_for, rows
+from experiments.recipe import Recipe, all_recipes, recipe, recipes_for, rows
 from experiments.tables import METRICS, RecipeTable, check_recipe
 from saf.errors import CompareError, InputError
 from saf.paired import delta_of_windows
@@ -153,7 +153,7 @@ def test_shared_devices_have_no_times_and_other_windows_no_comparison(records):
         _ = table(records).summary
 
 
-@pytest.mark.parametrize("name", recipe_names())
+@pytest.mark.parametrize("name", all_recipes())
 def test_a_recipe_names_arms_metrics_and_rows_that_there_are(name):
     found = recipe(name)
     assert set(found.metrics) | set(found.headline) <= METRICS.keys()
