@@ -69,17 +69,12 @@ Curves = Mapping[str, Mapping[str, tuple[str, str]]]
 """Lines of a panel by name: arm and metric of each tick."""
 
 
-def curves(ticks: Mapping[str, str], text: str) -> Curves:
-    """Return the lines of a panel from a table of `line`, `arm` and `metric`.
-
-    `ticks` maps the label of each tick to the text that replaces "{tick}" in names of arms and metrics.
-    """
-    panel = {}
-    for each in lines(text):
-        panel[each["line"]] = {
-            label: (each["arm"].format(tick=tick), each["metric"].format(tick=tick)) for label, tick in ticks.items()
-        }
-    return panel
+def curves(ticks: Mapping[str, str], lines: Mapping[str, tuple[str, str]]) -> Curves:
+    """Return the lines of a panel from arms and metrics in which "*" stands for the text of a tick, by its label."""
+    return {
+        line: {label: (arm.replace("*", tick), metric.replace("*", tick)) for label, tick in ticks.items()}
+        for line, (arm, metric) in lines.items()
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

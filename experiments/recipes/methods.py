@@ -176,14 +176,7 @@ _DISTANCES = {
     "hellinger": "squared Hellinger",
     "total_variation": "total variation",
 }
-_BY_PATTERN = """
-    line              | arm                         | metric
-    mean              | 4k-mean-{tick}              | delta
-    sharp mean        | 4k-sharp-mean-{tick}        | delta
-    gaussian          | 4k-gaussian-{tick}          | delta
-    dirichlet         | 4k-dirichlet-{tick}         | delta
-    structured random | 4k-structured-random-{tick} | delta
-"""
+_BY_PATTERN = {pattern.replace("-", " "): (f"4k-{pattern}-*", "delta") for pattern in _PATTERNS}
 # The paper's numbers by pattern and rate; it gives no others.
 _PRIOR_PAPER = {("mean", "25"): {"delta": "+0.665", "perplexity": "24.1165"}, ("mean", "50"): {"delta": "+2.649"}}
 

@@ -283,13 +283,13 @@ def _context(k: str, *further_columns: str) -> tuple[Row, ...]:
 
 _CONTEXTS = {"4K": "4k", "8K": "8k", "16K": "16k"}
 """Ticks of a figure."""
-_TIME_LINES = """
-    line                       | arm                    | metric
-    frozen                     | {tick}-mean-{r}-time   | delta
-    pruned                     | {tick}-pruned-{r}-time | delta
-    frozen, estimated at 0.14% | {tick}-mean-{r}-time   | estimate_at_paper_gain
-    pruned, estimated at 0.14% | {tick}-pruned-{r}-time | estimate_at_paper_gain
-"""
+
+
+def _time_lines(rate: str) -> dict[str, tuple[str, str]]:
+    metrics = {"": "delta", ", estimated at 0.14%": "estimate_at_paper_gain"}
+    arms = {"frozen": f"*-mean-{rate}-time", "pruned": f"*-pruned-{rate}-time"}
+    return {f"{words}{end}": (arm, metric) for end, metric in metrics.items() for words, arm in arms.items()}
+
 
 RECIPES["matched_time"] = Recipe(
     title="Controls at matched time",
@@ -315,7 +315,7 @@ RECIPES["matched_time"] = Recipe(
             name="contexts",
             title="Change of perplexity at matched time, %",
             xlabel="tokens of context",
-            panels={f"{r}% of heads": curves(_CONTEXTS, _TIME_LINES.format(r=r, tick="{tick}")) for r in ("25", "50")},
+            panels={f"{rate}% of heads": curves(_CONTEXTS, _time_lines(rate)) for rate in ("25", "50")},
         ),
     ),
     smoke=split_words("""
@@ -393,12 +393,11 @@ def _staged_rows() -> Iterator[Row]:
     yield from rows(_STAGED.format(f="16k-staged-exponential-50"), reference=trunk)
 
 
-_ANSWER_LINES = """
-    line                  | arm                               | metric
-    frozen                | {k}-exponential-{r}{tick}         | delta
-    pruned                | {k}-exponential-{r}-pruned{tick}  | delta
-    pruned by gate-Taylor | {k}-gate-taylor-{r}{tick}         | delta
-"""
+def _answer_lines(k: str, rate: str) -> dict[str, tuple[str, str]]:
+    frozen = f"{k}-exponential-{rate}"
+    arms = {"frozen": f"{frozen}*", "pruned": f"{frozen}-pruned*", "pruned by gate-Taylor": f"{k}-gate-taylor-{rate}*"}
+    return {words: (arm, "delta") for words, arm in arms.items()}
+
 
 RECIPES["answer"] = Recipe(
     title="Freezing, pruning and ordinary attention near convergence",
@@ -416,7 +415,7 @@ RECIPES["answer"] = Recipe(
             title="Change of perplexity from ordinary attention, %, with 95% intervals",
             xlabel="matched",
             panels={
-                f"{k.upper()} of context, {r}% of heads": curves(_ENDS, _ANSWER_LINES.format(k=k, r=r, tick="{tick}"))
+                f"{k.upper()} of context, {r}% of heads": curves(_ENDS, _answer_lines(k, r))
                 for k, r in product(("16k", "4k"), ("50", "25"))
             },
             continuous=False,

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from experiments.arms import CONTEXTS, DOWNSTREAM, LATER_ARMS, RECOVERY
 from experiments.measurements import DATA, Measurement, Number, file_of
 from experiments.paper import FINETUNING_UPDATES, Source, lines, split_words
-from experiments.recipe import Curves, Figure, Recipe, Row, curves, rows
+from experiments.recipe import Figure, Recipe, Row, curves, rows
 from experiments.records import RECALL, RECALL_METRICS, recall_metric
 
 RECIPES: dict[str, Recipe] = {}
@@ -257,21 +257,15 @@ def _recall_figure(models: Mapping[str, str], learnt: str, replaced: str) -> Fig
     `models` are the words of each line. In `learnt`, the name of arms that learnt recall with the heads they have, and
     in `replaced`, of those whose heads were replaced after learning, without further training, "{}" is the model.
     """
-
-    def panel(arm: str) -> Curves:
-        tests = {str(pairs): recall_metric(512, pairs) for length, pairs in RECALL if length == 512}
-        return {
-            words: {tick: (arm.format(model), metric) for tick, metric in tests.items()}
-            for model, words in models.items()
-        }
-
+    ticks = {str(pairs): str(pairs) for length, pairs in RECALL if length == 512}
+    panels = {"learnt with these heads": learnt, "heads replaced after learning, untrained": replaced}
     return Figure(
         name="recall",
         title="Recall in 512 tokens, %, of models that learnt 8 pairs",
         xlabel="pairs",
         panels={
-            "learnt with these heads": panel(learnt),
-            "heads replaced after learning, untrained": panel(replaced),
+            title: curves(ticks, {words: (arm.format(model), "recall 512 *") for model, words in models.items()})
+            for title, arm in panels.items()
         },
     )
 
@@ -395,11 +389,7 @@ RECIPES["recall_patterns"] = Recipe(
 
 # --- pretraining, tasks, and heads replaced after recall was learnt: one chain for each seed, half an hour of a GPU
 
-_STAGE_POINTS = """
-    line       | arm                     | metric
-    frozen 25% | stages-{tick}-mean-25   | points
-    pruned 25% | stages-{tick}-pruned-25 | points
-"""
+_STAGE_POINTS = {"frozen 25%": ("stages-*-mean-25", "points"), "pruned 25%": ("stages-*-pruned-25", "points")}
 _STAGED = {"ordinary": "ordinary", "mean-25": "frozen 25%", "pruned-25": "pruned 25%"}
 
 RECIPES["stages"] = Recipe(
