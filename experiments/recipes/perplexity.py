@@ -7,12 +7,14 @@ that in labels, "4K", `trunk` the ordinary arm that others branch off, `r` the r
 warm-up.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from itertools import product
+from typing import Any
 
 from experiments.arms import PEAK_RATES, WARMUPS, control_trunk
 from experiments.measurements import Measurement, Number, run_of
-from experiments.paper import COSTS, ONE_B_TEXT, QUALITY, Source, split_words
+from experiments.paper import COSTS, ONE_B_TEXT, QUALITY, Source, lines, split_words
 from experiments.recipe import Figure, Recipe, Row, curves, rows
 
 RECIPES: dict[str, Recipe] = {}
@@ -196,89 +198,68 @@ RECIPES["later_intervention"] = Recipe(
 
 # --- matched time: every arm starts from the reference's checkpoint halfway and gets the time that this one had left
 
-_AT_TIME = """
-    arm                | label                        | reference         | against          | tokens
-    {trunk}            | {K} reference                |                   |                  |
-    {k}-ordinary-time  | {K} ordinary                 |                   |                  |
-    {k}-mean-25-time   | {K} mean + variance (25%)    | {k}-ordinary-time |                  | {k}-mean-25-control
-    {k}-mean-50-time   | {K} mean + variance (50%)    | {k}-ordinary-time |                  | {k}-mean-50-control
-    {k}-pruned-25-time | {K} pruning + variance (25%) | {k}-ordinary-time | {k}-mean-25-time | {k}-pruned-25-control
-    {k}-pruned-50-time | {K} pruning + variance (50%) | {k}-ordinary-time | {k}-mean-50-time | {k}-pruned-50-control
-"""
-# The last row differs from the ordinary arm in its data order alone: any two arms may differ by as much by chance.
-_AT_TOKENS = """
-    arm                         | label                                        | reference
-    {k}-mean-25-control         | {K} mean + variance (25%), matched tokens    | {trunk}
-    {k}-mean-50-control         | {K} mean + variance (50%), matched tokens    | {trunk}
-    {k}-ordinary-more           | {K} ordinary, 3% more tokens                 | {trunk}
-    {k}-pruned-25-control       | {K} pruning + variance (25%), matched tokens | {trunk}
-    {k}-pruned-50-control       | {K} pruning + variance (50%), matched tokens | {trunk}
-    {k}-ordinary-time-reordered | {K} ordinary, reordered data                 | {k}-ordinary-time
-"""
-_AT_TIME_4K = """
-    measured_time    | perplexity     | delta          | updates   | minutes
-                     |                |                |           |
-                     | 23.882 ± 0.023 |                | 5008 ± 13 | 187.65 ± 0.25
-    4k-mean-25-raw   | 23.991 ± 0.006 | +0.456 ± 0.108 | 5109 ± 11 | 187.64 ± 0.25
-    4k-mean-50-raw   | 24.338 ± 0.020 | +1.911 ± 0.112 | 5221 ± 18 | 187.64 ± 0.25
-    4k-pruned-25-raw | 23.909 ± 0.024 | +0.113 ± 0.169 | 5267 ± 30 | 187.64 ± 0.25
-    4k-pruned-50-raw | 24.115 ± 0.003 | +0.978 ± 0.108 | 5685 ± 36 | 187.65 ± 0.25
-"""
-"""Further columns of `_AT_TIME` at 4K."""
-_FURTHER_4K = """
-    arm               | label                       | against         | tokens
-    4k-random-25-time | 4K mean + random (25%)      | 4k-mean-25-time | 4k-random-25
-    4k-random-50-time | 4K mean + random (50%)      | 4k-mean-50-time | 4k-random-50
-    4k-mean-10-time   | 4K mean + variance (10%)    |                 | 4k-mean-10-control
-    4k-pruned-10-time | 4K pruning + variance (10%) | 4k-mean-10-time | 4k-pruned-10-control
-    4k-mean-75-time   | 4K mean + variance (75%)    |                 | 4k-mean-75-control
-    4k-pruned-75-time | 4K pruning + variance (75%) | 4k-mean-75-time | 4k-pruned-75-control
-"""
-_FURTHER_4K_PAPER = """
-    perplexity     | delta          | difference     | updates   | minutes
-    24.178 ± 0.024 | +1.243 ± 0.112 | +0.786 ± 0.082 | 5097 ± 28 | 187.64 ± 0.25
-    24.545 ± 0.048 | +2.778 ± 0.125 | +0.866 ± 0.154 | 5242 ± 11 | 187.65 ± 0.26
-                   |                |                |           |
-                   |                |                |           |
-                   |                |                |           |
-                   |                |                |           |
-"""
-_FURTHER_4K_AT_TOKENS = """
-    arm                  | label
-    4k-random-25         | 4K mean + random (25%), matched tokens
-    4k-random-50         | 4K mean + random (50%), matched tokens
-    4k-mean-10-control   | 4K mean + variance (10%), matched tokens
-    4k-pruned-10-control | 4K pruning + variance (10%), matched tokens
-    4k-mean-75-control   | 4K mean + variance (75%), matched tokens
-    4k-pruned-75-control | 4K pruning + variance (75%), matched tokens
-"""
-# Run by the clock, uncompiled: compiling takes longer than half of such a run.
-_BY_THE_CLOCK = """
-    arm              | label                                      | reference       | against
-    4k-ordinary-raw  | 4K ordinary, measured time                 |                 |
-    4k-mean-25-raw   | 4K mean + variance (25%), measured time    | 4k-ordinary-raw |
-    4k-mean-50-raw   | 4K mean + variance (50%), measured time    | 4k-ordinary-raw |
-    4k-pruned-25-raw | 4K pruning + variance (25%), measured time | 4k-ordinary-raw | 4k-mean-25-raw
-    4k-pruned-50-raw | 4K pruning + variance (50%), measured time | 4k-ordinary-raw | 4k-mean-50-raw
-"""
-# Half of the heads and fewer are in `_AT_TIME`; 8K has no further rate.
-_FURTHER_16K = """
-    arm                | label                        | against          | tokens
-    16k-mean-75-time   | 16K mean + variance (75%)    |                  | 16k-mean-75-control
-    16k-pruned-75-time | 16K pruning + variance (75%) | 16k-mean-75-time | 16k-pruned-75-control
-"""
-_FURTHER_16K_AT_TOKENS = """
-    arm                   | label
-    16k-mean-75-control   | 16K mean + variance (75%), matched tokens
-    16k-pruned-75-control | 16K pruning + variance (75%), matched tokens
-"""
+_KINDS = {"mean": "mean + variance", "pruned": "pruning + variance", "random": "mean + random"}
+_HALVES = ("mean-25", "mean-50", "pruned-25", "pruned-50")
+_FURTHER = ("random-25", "random-50", "mean-10", "pruned-10", "mean-75", "pruned-75")
+_EQUAL_TIME = lines("""
+    arm       | perplexity     | delta          | difference     | updates   | minutes
+    ordinary  | 23.882 ± 0.023 |                |                | 5008 ± 13 | 187.65 ± 0.25
+    mean-25   | 23.991 ± 0.006 | +0.456 ± 0.108 |                | 5109 ± 11 | 187.64 ± 0.25
+    mean-50   | 24.338 ± 0.020 | +1.911 ± 0.112 |                | 5221 ± 18 | 187.64 ± 0.25
+    pruned-25 | 23.909 ± 0.024 | +0.113 ± 0.169 |                | 5267 ± 30 | 187.64 ± 0.25
+    pruned-50 | 24.115 ± 0.003 | +0.978 ± 0.108 |                | 5685 ± 36 | 187.65 ± 0.25
+    random-25 | 24.178 ± 0.024 | +1.243 ± 0.112 | +0.786 ± 0.082 | 5097 ± 28 | 187.64 ± 0.25
+    random-50 | 24.545 ± 0.048 | +2.778 ± 0.125 | +0.866 ± 0.154 | 5242 ± 11 | 187.65 ± 0.26
+""")
+_PAPERS = {f"4k-{line.pop('arm')}-time": line for line in _EQUAL_TIME}
+"""The paper's numbers at matched time."""
 
 
-def _context(k: str, *further_columns: str) -> tuple[Row, ...]:
-    """Return the rows of a context at the paper's rates, first at matched time."""
-    names, more = {"k": k, "K": k.upper(), "trunk": control_trunk(k)}, f"{k}-ordinary-more"
-    timed = rows(_AT_TIME.format(**names), *further_columns, more_tokens=more)
-    return timed + rows(_AT_TOKENS.format(**names), more_tokens=more)
+def _row(k: str, arm: str, end: str, words: str = "", **fields: Any) -> Row:
+    """Return the row of `K-KIND-RATE`, with an ending; pruned and random heads are compared with those of `mean`."""
+    kind, rate = arm.split("-")
+    against = None if kind == "mean" else f"{k}-mean-{rate}{end}"
+    label = f"{k.upper()} {_KINDS[kind]} ({rate}%){words}"
+    name = f"{k}-{arm}{end}"
+    return Row(arm=name, label=label, **{"against": against, "paper": _PAPERS.get(name, {}), **fields})
+
+
+def _at_time(k: str, arms: Iterable[str]) -> Iterator[Row]:
+    for arm in arms:
+        fields = {"reference": f"{k}-ordinary-time", "more_tokens": f"{k}-ordinary-more"}
+        if k == "4k" and arm in _HALVES:
+            fields["measured_time"] = f"4k-{arm}-raw"
+        yield _row(k, arm, "-time", tokens=f"{k}-{arm}{_end_at_tokens(arm)}", **fields)
+
+
+def _at_tokens(k: str, arms: Iterable[str], **fields: Any) -> list[Row]:
+    fields |= {"reference": control_trunk(k), "against": None}
+    return [_row(k, arm, _end_at_tokens(arm), ", matched tokens", **fields) for arm in arms]
+
+
+def _end_at_tokens(arm: str) -> str:
+    return "" if arm.startswith("random") else "-control"
+
+
+def _context(k: str) -> Iterator[Row]:
+    """Yield the rows of a context at the paper's rates, first at matched time."""
+    trunk, timed, more, words = control_trunk(k), f"{k}-ordinary-time", f"{k}-ordinary-more", f"{k.upper()} ordinary"
+    ordinary, tokens = partial(Row, more_tokens=more), _at_tokens(k, _HALVES, more_tokens=more)
+    yield ordinary(arm=trunk, label=f"{k.upper()} reference")
+    yield ordinary(arm=timed, label=words, paper=_PAPERS.get(timed, {}))
+    yield from _at_time(k, _HALVES)
+    yield from tokens[:2]
+    yield ordinary(arm=more, label=f"{words}, 3% more tokens", reference=trunk)
+    yield from tokens[2:]
+    # It differs from the ordinary arm in its data order alone: any two arms may differ by as much by chance.
+    yield ordinary(arm=f"{timed}-reordered", label=f"{words}, reordered data", reference=timed)
+
+
+def _by_the_clock() -> Iterator[Row]:
+    """Yield arms that ran by the clock, uncompiled: compiling takes longer than half of such a run."""
+    yield Row(arm="4k-ordinary-raw", label="4K ordinary, measured time", retired=True)
+    for arm in _HALVES:
+        yield _row("4k", arm, "-raw", ", measured time", reference="4k-ordinary-raw", retired=True)
 
 
 _CONTEXTS = {"4K": "4k", "8K": "8k", "16K": "16k"}
@@ -296,13 +277,13 @@ RECIPES["matched_time"] = Recipe(
     source=Source("tab:equal-time-controls", "124M at 4K on GH200, 187.65 minutes, mean ± SE of three seeds"),
     also=("tab:fixed-token-controls-main",),
     rows=(
-        *_context("4k", _AT_TIME_4K),
-        *rows(_FURTHER_4K, _FURTHER_4K_PAPER, reference="4k-ordinary-time", more_tokens="4k-ordinary-more"),
-        *rows(_FURTHER_4K_AT_TOKENS, reference="4k-control-ordinary"),
-        *rows(_BY_THE_CLOCK, retired=True),
+        *_context("4k"),
+        *_at_time("4k", _FURTHER),
+        *_at_tokens("4k", _FURTHER),
+        *_by_the_clock(),
         *_context("16k"),
-        *rows(_FURTHER_16K, reference="16k-ordinary-time", more_tokens="16k-ordinary-more"),
-        *rows(_FURTHER_16K_AT_TOKENS, reference="16k-ordinary"),
+        *_at_time("16k", ("mean-75", "pruned-75")),
+        *_at_tokens("16k", ("mean-75", "pruned-75")),
         *_context("8k"),
     ),
     metrics=split_words("""
