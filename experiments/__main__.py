@@ -10,7 +10,7 @@ import torch
 import tyro
 
 from experiments.inputs import Inputs, check, smoke_inputs
-from experiments.measurements import Maker, records_of
+from experiments.measurements import Maker
 from experiments.recipe import Recipe, all_recipes, recipe, recipes_for
 from experiments.records import read_records
 from experiments.results import document, recipe_blocks, show, write_pages
@@ -70,9 +70,10 @@ class Experiments:
             _list_recipes()
             return 0
         scale = scale_named(self.scale or DEFAULT_SCALE)
-        chosen = {name: recipe(name) for word in self.recipes for name in recipes_for(word)}
-        for name, each in chosen.items():
-            check_recipe(name, each)
+        # Two numbers of the paper may be of one recipe.
+        chosen = [recipe(name) for name in dict.fromkeys(name for word in self.recipes for name in recipes_for(word))]
+        for each in chosen:
+            check_recipe(each)
         if self.show:
             self._show_recorded(chosen)
             return 0
@@ -92,8 +93,8 @@ class Experiments:
         if not outcome.stopped:
             self._measure(scale, chosen, runs, inputs, outcome)
         records = read_records(self.out, scale.name)
-        for name, each in chosen.items():
-            self._show(RecipeTable(name, each, scale.name, records))
+        for each in chosen:
+            self._show(RecipeTable(each, scale.name, records))
         for title, problem in outcome.failed.items():
             print_progress(f"{title} {problem}")
         return EXIT_STOPPED if outcome.stopped else int(bool(outcome.failed))
@@ -101,34 +102,34 @@ class Experiments:
     def _seeds(self, scale: Scale, each: Recipe | None = None) -> tuple[int, ...]:
         return self.seeds or scale.seeds[: each.seeds if each else None]
 
-    def _wanted(self, scale: Scale, chosen: dict[str, Recipe]) -> list[Key]:
+    def _wanted(self, scale: Scale, chosen: list[Recipe]) -> list[Key]:
         """Return arms and seeds. An arm whose rows all show the first seed alone has one run."""
         if self.arms:
-            measured = {each.name: each.arms(scale.base) for one in chosen.values() for each in one.measurements}
+            measured = {each.name: each.arms(scale.base) for one in chosen for each in one.measurements}
             named = [arm for name in self.arms for arm in measured.get(name, [name])]
             return [(arm, seed) for arm in named for seed in self._seeds(scale)]
-        rows = [row for each in chosen.values() for row in each.rows]
+        rows = [row for each in chosen for row in each.rows]
         several_seeds = {row.arm.partition("@")[0] for row in rows if not row.first_seed}
         one_seed = {row.arm.partition("@")[0] for row in rows if row.first_seed} - several_seeds
         wanted: list[Key] = []
-        for each in chosen.values():
+        for each in chosen:
             for arm in each.arms(scale.base):
                 seeds = self._seeds(scale, each)
                 wanted += [(arm, seed) for seed in (seeds[:1] if arm in one_seed else seeds)]
         return wanted
 
     def _measure(
-        self, scale: Scale, chosen: dict[str, Recipe], runs: dict[Key, Run], inputs: Inputs, outcome: Outcome
+        self, scale: Scale, chosen: list[Recipe], runs: dict[Key, Run], inputs: Inputs, outcome: Outcome
     ) -> None:
         """Make the missing measurements one at a time; one whose runs have failed is a failure of its own."""
-        for name, each in chosen.items():
+        for each in chosen:
             for seed in self._seeds(scale, each):
                 where: dict[str, Any] = {"scale": scale, "seed": seed, "runs": runs, "inputs": inputs, "root": self.out}
-                maker = Maker(recipe=name, measurements=each.measurements, **where)
+                maker = Maker(recipe=each.name, measurements=each.measurements, **where)
                 for one in each.measurements:
                     wanted = one.name in self.arms if self.arms else scale.base != "smoke" or one.smoke is not None
                     if wanted and (problem := maker.make(one)):
-                        outcome.failed[f"{name}, {one.name} (seed {seed})"] = problem
+                        outcome.failed[f"{each.name}, {one.name} (seed {seed})"] = problem
 
     def _show(self, table: RecipeTable) -> None:
         blocks = list(recipe_blocks(table, self.out / table.scale))
@@ -137,7 +138,7 @@ class Experiments:
         if words := table.runs_in_words():
             print(f"\n{words}")
         if self.tables:
-            stem = f"{table.scale}-{table.name}"
+            stem = f"{table.scale}-{table.recipe.name}"
             frames = [frame for block in blocks for frame in block.tables]
             files = {f"{stem}.md": document(blocks), f"{stem}.tex": "\n".join(map(latex, frames))}
             files[f"{stem}.csv"] = table.csv()
@@ -147,13 +148,16 @@ class Experiments:
         elif any(block.page is not None and len(block.page) for block in blocks):
             print("\nAll rows and metrics, and LaTeX: --tables FOLDER.")
 
-    def _show_recorded(self, chosen: dict[str, Recipe]) -> None:
+    def _show_recorded(self, chosen: list[Recipe]) -> None:
         """Show recipes at their scale, or each at the one with most of its rows, and name further scales."""
         scales = sorted(path.name for path in self.out.glob("*") if path.name.partition("-")[0] in SCALES)
         records = {scale: read_records(self.out, scale) for scale in scales}
-        for name, each in chosen.items():
-            tables = {scale: RecipeTable(name, each, scale, records[scale]) for scale in scales}
-            counts = {scale: self._num_filled(table) for scale, table in tables.items()}
+        for each in chosen:
+            tables = {scale: RecipeTable(each, scale, records[scale]) for scale in scales}
+            # Rows and measurements that have records.
+            counts = {
+                scale: len(tables[scale].recorded()) + len(each.measured(self.out / scale, scale)) for scale in scales
+            }
             full = sorted(filter(counts.get, scales), key=lambda one: (-counts[one], -len(records[one])))
             scale = self.scale or next(iter(full), DEFAULT_SCALE)
             if scale in full:
@@ -167,11 +171,6 @@ class Experiments:
                 print(f"\nOther scales in {self.out}, by rows and measurements that have results: {listed}.")
             elif not full:
                 print("\nCommitted results: --out results --show; more of them, as of speed, are in docs/results.md.")
-
-    def _num_filled(self, table: RecipeTable) -> int:
-        """Return how many rows and measurements have records."""
-        measured = records_of(table.name, table.recipe.measurements, self.out / table.scale, table.scale)
-        return len(table.recorded()) + len(measured)
 
 
 def _list_recipes() -> None:

@@ -2,7 +2,6 @@
 
 import importlib
 import math
-import re
 import statistics
 import subprocess
 import sys
@@ -15,12 +14,12 @@ from typing import Any, Literal
 from experiments.arms import arm_at
 from experiments.inputs import Inputs
 from experiments.run import Key, Run
-from experiments.scales import Scale, scale_named
+from experiments.scales import Scale
 from saf.checkpoint import latest, step_name
 from saf.cli.output import print_progress
 from saf.errors import InputError, SafError
 from saf.records.files import read_json, write_json
-from saf.records.result import command, read_result
+from saf.records.result import command
 from saf.schedules import OneTime
 
 
@@ -190,17 +189,6 @@ class Measurement:
         return folder / "measurements" / name / (f"seed-{seed}.json" if of_seed else "once.json")
 
 
-def records_of(recipe: str, measurements: Sequence[Measurement], folder: Path, scale: str) -> dict[str, list[Any]]:
-    """Return the records of a recipe's measurements below a scale's folder, by measurement."""
-    records = {}
-    for each in measurements:
-        place = each.file(folder, recipe, scale_named(scale).base, 0).parent
-        # Partial records lie beside them, as seed-1337.partial.json.
-        if files := [path for path in sorted(place.glob("*.json")) if re.fullmatch(r"seed-\d+|once", path.stem)]:
-            records[each.name] = [read_result(path) for path in files]
-    return records
-
-
 MAIN = {"saf": "saf.cli", "experiments.analyses": "experiments.analyses.__main__"}
 """Where the `main` of a package's command is."""
 
@@ -269,11 +257,9 @@ class Maker:
         words = [str(self._value(one)) for one in flags.pop("on")]
         for name, setting in flags.items():
             value, flag = self._value(setting), name.replace("_", "-")
-            if value is None and isinstance(setting, Reference):
-                continue
             if isinstance(value, bool):
                 words.append(f"--{flag}" if value else f"--no-{flag}")
-            else:
+            elif value is not None:
                 values = value.split() if isinstance(value, str) else value if isinstance(value, tuple) else [value]
                 words += [f"--{flag}", *map(str, values)]
         return words

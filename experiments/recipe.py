@@ -5,17 +5,21 @@ what is trained.
 """
 
 import pkgutil
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Literal
 
 from experiments import recipes
 from experiments.arms import arms
 from experiments.measurements import Measurement
 from experiments.paper import NUMBERED, Source, lines
+from experiments.scales import scale_named
 from saf.errors import InputError, did_you_mean
+from saf.records.result import read_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +101,8 @@ class Recipe:
     """One of the paper's tables or figures."""
 
     title: str
+    name: str = ""
+    """Its name in `RECIPES`, which `all_recipes` fills in."""
     source: Source | None = None
     """Where the paper has its numbers; None for a question of ours."""
     rows: tuple[Row, ...] = ()
@@ -145,6 +151,16 @@ class Recipe:
         named += [name for each in self.measurements for name in each.arms(scale)]
         return tuple(name for name in dict.fromkeys(named) if name not in retired)
 
+    def measured(self, folder: Path, scale: str) -> dict[str, list[Any]]:
+        """Return the records of its measurements below a scale's folder, by measurement."""
+        records = {}
+        for each in self.measurements:
+            place = each.file(folder, self.name, scale_named(scale).base, 0).parent
+            # Partial records lie beside them, as seed-1337.partial.json.
+            if files := [path for path in sorted(place.glob("*.json")) if re.fullmatch(r"seed-\d+|once", path.stem)]:
+                records[each.name] = [read_result(path) for path in files]
+        return records
+
 
 @cache
 def all_recipes() -> dict[str, Recipe]:
@@ -152,10 +168,10 @@ def all_recipes() -> dict[str, Recipe]:
     by_name: dict[str, Recipe] = {}
     # Every module of the folder, so that a recipe of your own needs no entry elsewhere.
     for module in pkgutil.iter_modules(recipes.__path__):
-        by_name |= import_module(f"experiments.recipes.{module.name}").RECIPES
-    for name, each in by_name.items():
-        if unknown := [arm for arm in each.arms("paper") if arm not in arms()]:
-            raise InputError(f"recipe {name!r} names the arm {unknown[0]!r}, which is not in experiments/arms.py")
+        for name, each in import_module(f"experiments.recipes.{module.name}").RECIPES.items():
+            by_name[name] = replace(each, name=name)
+            if unknown := [arm for arm in each.arms("paper") if arm not in arms()]:
+                raise InputError(f"recipe {name!r} names the arm {unknown[0]!r}, which is not in experiments/arms.py")
     return dict(sorted(by_name.items()))
 
 

@@ -16,7 +16,7 @@ import pandas as pd
 from experiments.analyses import ANALYSES, analysis_figure
 from experiments.benchmarks import TABLES, memory, named, read_benchmarks, without_path
 from experiments.figures import costs_figure, recipe_figure, speedups_figure
-from experiments.measurements import Measurement, records_of
+from experiments.measurements import Measurement
 from experiments.recipe import Recipe, recipe
 from experiments.records import Record, read_records
 from experiments.tables import RecipeTable, markdown, measured_table
@@ -199,7 +199,7 @@ def _blocks(name: str, results: Path) -> Iterator[Block]:
         for each in recipes if records else ():
             series = SERIES.get(scale, "") if recipe(each).metrics else ""
             yield Block(heading=f"{recipe(each).numbered_title}, {scale}", text=series)
-            yield from recipe_blocks(RecipeTable(each, recipe(each), scale, records), results / scale)
+            yield from recipe_blocks(RecipeTable(recipe(each), scale, records), results / scale)
     measured = read_benchmarks(results)
     if name == "heads":
         yield from _analyses(results / "124m-midpoint")
@@ -219,11 +219,11 @@ def _blocks(name: str, results: Path) -> Iterator[Block]:
 def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
     """Yield a recipe's blocks at one scale: its table, its headline for the page, and its measurements."""
     heading, title = f"{table.recipe.numbered_title}, {table.scale}", f"{table.recipe.title} ({table.scale})"
-    where = {"section": "Recipes", "recipe": table.name, "scale": table.scale}
+    where = {"section": "Recipes", "recipe": table.recipe.name, "scale": table.scale}
     if table.recipe.metrics and len(every := table.text_table()):
         page = table.text_table(headline=True) if table.recipe.headline else None
         yield Block(heading=heading, frame=every, page=page, cells={**where, "table": title})
-    measured = records_of(table.name, table.recipe.measurements, folder, table.scale)
+    measured = table.recipe.measured(folder, table.scale)
     if len(numbers := measured_table(table.recipe, measured)):
         title = f"{table.recipe.title}, measured ({table.scale})"
         yield Block(heading=heading, title=title, frame=numbers, cells=where)
@@ -238,7 +238,7 @@ def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
         drawn["speedups"] = "Speedups", speedups_figure({block.title: block.frame for block in blocks})
     for name, (title, picture) in drawn.items():
         if picture is not None:
-            yield Block(heading=heading, picture=(title, f"{table.scale}-{table.name}-{name}.svg", picture))
+            yield Block(heading=heading, picture=(title, f"{table.scale}-{table.recipe.name}-{name}.svg", picture))
     yield Block(heading=heading, text="\n".join(f"- {escaped(note)}" for note in table.notes()))
 
 

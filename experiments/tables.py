@@ -171,19 +171,19 @@ for _length, _pairs in (*RECALL, *SMOKE_RECALL):
     METRICS[f"{_metric} seeds"] = _by_seed(_title, 2, False, partial(Comparison.own, metric=_metric))
 
 
-def check_recipe(name: str, recipe: Recipe) -> None:
+def check_recipe(recipe: Recipe) -> None:
     """Raise InputError for unknown metrics and columns, and for changes and differences that no row can have."""
     for metric in (*recipe.metrics, *recipe.headline):
         if metric not in METRICS:
-            raise InputError(f"recipe {name!r} has an unknown metric {metric!r}{did_you_mean(metric, METRICS)}")
+            raise InputError(f"recipe {recipe.name!r} has an unknown metric {metric!r}{did_you_mean(metric, METRICS)}")
     if columns := [each for row in recipe.rows for each in row.paper if each not in recipe.metrics]:
         near = did_you_mean(columns[0], [*COLUMNS, *recipe.metrics])
-        raise InputError(f"recipe {name!r} has a column {columns[0]!r} that is none of its metrics{near}")
+        raise InputError(f"recipe {recipe.name!r} has a column {columns[0]!r} that is none of its metrics{near}")
     changing = {row.arm for row in recipe.rows if row.reference}
     if "delta" in recipe.metrics and not changing:
-        raise InputError(f"recipe {name!r} has the metric 'delta' and no row with 'reference'")
+        raise InputError(f"recipe {recipe.name!r} has the metric 'delta' and no row with 'reference'")
     if "difference" in recipe.metrics and not changing & {row.against for row in recipe.rows}:
-        raise InputError(f"recipe {name!r}: 'difference' needs a row of the arm of 'against', with a reference")
+        raise InputError(f"recipe {recipe.name!r}: 'difference' needs a row of the arm of 'against', with a reference")
 
 
 # --- rows
@@ -192,8 +192,8 @@ def check_recipe(name: str, recipe: Recipe) -> None:
 class RecipeTable:
     """The numbers of one recipe at one scale, from the records of its runs alone."""
 
-    def __init__(self, name: str, recipe: Recipe, scale: str, records: Iterable[Record]):
-        self.name, self.recipe, self.scale = name, recipe, scale
+    def __init__(self, recipe: Recipe, scale: str, records: Iterable[Record]):
+        self.recipe, self.scale = recipe, scale
         self._records = {(each["experiment"]["arm"], int(each["experiment"]["seed"])): each for each in records}
         self._arms = {arm for arm, _ in self._records}
         self._references = {row.arm: row.reference for row in recipe.rows}

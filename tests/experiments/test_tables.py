@@ -54,7 +54,7 @@ RECIPE = Recipe(
 )
 def test_a_recipe_that_could_not_be_shown_is_refused(table, metrics, message):
     with pytest.raises(InputError, match=message):
-        check_recipe("mine", Recipe(title="Mine", rows=rows(table), metrics=metrics))
+        check_recipe(Recipe(title="Mine", rows=rows(table), metrics=metrics))
 
 
 def record(loss: float, *, updates: int = 100, seconds: float = 60.0, windows: int = 40, **others) -> dict:
@@ -74,7 +74,7 @@ def record(loss: float, *, updates: int = 100, seconds: float = 60.0, windows: i
 
 def table(records: dict, of: Recipe = RECIPE) -> RecipeTable:
     places = [{"experiment": {"scale": "small", "arm": arm, "seed": seed}} for arm, seed in records]
-    return RecipeTable("invented", of, "small", [r | p for r, p in zip(records.values(), places, strict=True)])
+    return RecipeTable(of, "small", [r | p for r, p in zip(records.values(), places, strict=True)])
 
 
 @pytest.fixture
