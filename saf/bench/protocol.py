@@ -469,8 +469,8 @@ class FreeBackend(Backend):
     def prepare(self, patterns: Sequence[Pattern], dtypes: Sequence[torch.dtype], *_: Any) -> dict[torch.dtype, Tables]:
         return {dtype: {} for dtype in dtypes}
 
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
-        return take_heads(value, heads)
+    def forward(self, value: Tensor, tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+        return value
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, position: CachePosition) -> Tensor:
         at = torch.arange(position.count, device=value.device) + position.first

@@ -24,7 +24,7 @@ from saf.hf.cache import fit_cache
 from saf.hf.families import Family
 from saf.models.adapter import Receiver, Removed
 from saf.models.frozen_layout import LayoutMixin
-from saf.ops import FrozenHeads, frozen_attention, live_attention, live_heads, mixed_attention
+from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.ops.frozen_heads import beyond_patterns
 from saf.ops.linear import RecurrentState
 from saf.ops.tensors import CachePosition, cached_order, device_assert, first_real, join_heads, left_padding
@@ -101,7 +101,7 @@ def _attend_rows(
         slots = layout.kv_head[: layout.num_live]
         if frozen["cache_position"] is not None or frozen["state"] is not None:
             slots = tuple(map(cached_order(layout.kv_head, layout.num_frozen).index, slots))
-        parts.append(live_heads(query, key, value, slots, kernel=state.kernel, **live))
+        parts.append(live_attention(query, key, value, live_kv=slots, kernel=state.kernel, **live))
     if state.frozen is not None:
         parts.append(frozen_attention(value, state.frozen, rows=query.shape[-2], **frozen))
     return join_heads(*parts) if parts else query  # [B, 0, Tq, D]: all heads are pruned

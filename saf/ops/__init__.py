@@ -28,7 +28,7 @@ from saf.ops.attention import (
     summed,
 )
 from saf.ops.frozen_heads import BACKENDS, FrozenHeads, choose_backend, explain, for_graphs
-from saf.ops.live import live_attention, live_heads
+from saf.ops.live import live_attention
 
 __all__ = [
     "BACKENDS",
@@ -40,7 +40,6 @@ __all__ = [
     "for_graphs",
     "frozen_attention",
     "live_attention",
-    "live_heads",
     "mixed_attention",
     "summed",
 ]

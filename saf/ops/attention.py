@@ -21,7 +21,7 @@ from saf.ops.flash_decode import MOST_ROWS, flash_decode, unsupported_reason
 from saf.ops.frozen_heads import BACKENDS, FrozenHeads, FrozenPart
 from saf.ops.fused import mix_few
 from saf.ops.linear import RecurrentState
-from saf.ops.live import FLASH_DECODE, check_kernel, largest_group, live_heads
+from saf.ops.live import FLASH_DECODE, check_kernel, largest_group, live_attention
 from saf.ops.tensors import (
     CachePosition,
     cached_order,
@@ -246,8 +246,8 @@ def _split_values(call: Call) -> tuple[Tensor, tuple[int, ...], Tensor, tuple[in
 
 
 def _live(call: Call, value: Tensor, live_kv: tuple[int, ...]) -> Tensor:
-    return live_heads(
-        call.query, call.key, value, live_kv,
+    return live_attention(
+        call.query, call.key, value, live_kv=live_kv,
         scale=call.scale, kernel=call.kernel, left_pad=call.position.left_pad, visible=call.position.visible,
     )  # fmt: skip
 
@@ -276,7 +276,7 @@ def _frozen(
             heads = tuple(layer_kv[slot] for slot in part.slots)
             result = call.state.mix(heads, part.tables, position, call.whole)
         elif takes_product:
-            result = last_rows(part.backend.forward(value, heads, part.tables, position.left_pad))
+            result = last_rows(part.backend.forward(take_heads(value, heads), part.tables, position.left_pad))
         else:
             result = part.backend.rows(value, heads, part.tables, position)
         results.append((part.slots, result))

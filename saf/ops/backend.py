@@ -107,14 +107,17 @@ class Backend(ABC):
         """Return the tables of fixed patterns, one per frozen head, for values of each dtype."""
 
     @abstractmethod
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
-        """Return `P V` (Eq. 3), `[B, F, T, D]`: frozen slot f mixes head `heads[f]` of `value [B, H, T, D]`.
+    def forward(self, value: Tensor, tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+        """Return `P V` (Eq. 3), `[B, F, T, D]`, of the values `[B, F, T, D]` that the slots read.
 
         Sequences begin at `left_pad [B]`; outputs before it are zero. Gradients are listed in saf/ops/__init__.py.
         """
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, position: CachePosition) -> Tensor:
-        """Return the rows of `forward` at `position`, `[B, F, count, D]`; later values may be anything finite."""
+        """Return the rows of `forward` at `position`, `[B, F, count, D]`; slot f reads head `heads[f]` of the values.
+
+        Values behind the last row may be anything finite.
+        """
         parts = []
         for slots, weights_at in ((tables["stored"], _stored_weights), (tables["convolved"], _compact_weights)):
             if slots:
@@ -207,8 +210,8 @@ class Reference(Backend):
             prepared[dtype] = {"weights": weights, "stored": tuple(range(len(patterns))), "convolved": ()}
         return prepared
 
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
-        return unpadded(lambda x: dense_product(tables["weights"], x), take_heads(value, heads), left_pad)
+    def forward(self, value: Tensor, tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+        return unpadded(lambda x: dense_product(tables["weights"], x), value, left_pad)
 
     def forward_trainable(self, value: Tensor, alpha: Tensor, rho: Tensor) -> Tensor:
         """P is computed in float64, the product in float32 at least, and autograd does the rest."""

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from saf.ops.backend import TRITON_DTYPES, Backend, Tables, ValueHeads, forbid_second_derivative, has_triton, operator
 from saf.ops.live import score_scale
-from saf.ops.tensors import heads_like, take_heads, unit_stride, unpadded
+from saf.ops.tensors import heads_like, unit_stride, unpadded
 from saf.patterns import Pattern
 
 # Kinds of a head in the kernels: ordinary attention, a compact pattern, a dense one.
@@ -41,18 +41,16 @@ BAND_SHIFTS = 4
 
 
 class FusedTables(NamedTuple):
-    """What the kernels read of a layer with H heads: maps of heads, int32, and patterns in units of log 2, float32.
+    """What the kernels read of a layer with H heads, live ones first: maps, int32, and patterns in units of log 2.
 
     Attributes:
         state: `[H]` kind of each head: LIVE, COMPACT or DENSE.
-        query: `[H]` slot in the query, for live heads; others hold 0, which is never read.
-        key: `[H]` slot in the key, for live heads.
+        key: `[H]` slot in the key, for live heads; others hold 0, which is never read.
         value: `[H]` slot in the value.
         pattern: `[H]` slot among the patterns of the head's own kind.
-        live: `[L]` head by query slot.
         group_start: `[H_kv + 1]` first entry of each value head in `group_heads`; `[0]` where each serves one head.
         group_heads: `[H]` heads sorted by value slot.
-        alpha: `[F_compact, T]`.
+        alpha: `[F_compact, T]` float32, as the next two.
         band: `[F_compact, 4, PAD + W]` copies of rho, copy s shifted by s, -inf before distance 0; W is T rounded up to
             PAD.
         log_z: `[F_compact, T]`.
@@ -60,11 +58,9 @@ class FusedTables(NamedTuple):
     """
 
     state: Tensor
-    query: Tensor
     key: Tensor
     value: Tensor
     pattern: Tensor
-    live: Tensor
     group_start: Tensor
     group_heads: Tensor
     alpha: Tensor
@@ -74,25 +70,21 @@ class FusedTables(NamedTuple):
 
 
 # Names of the tables about heads, and of those with the patterns' numbers.
-MAPS, PATTERNS = FusedTables._fields[:8], FusedTables._fields[8:]
+MAPS, PATTERNS = FusedTables._fields[:6], FusedTables._fields[6:]
 
 
 def head_maps(state: Sequence[int], value: Sequence[int], device: torch.device | str) -> Tables:
     """Return the maps of heads with these kinds and value slots; keys lie in the order of their value heads."""
-    heads, num_value_heads = range(len(state)), max(value) + 1
-    slot = [state[:head].count(state[head]) for head in heads]  # among heads of the same kind
-    live = [head for head in heads if state[head] == LIVE]
-    used = sorted({value[head] for head in live})
+    heads, num_value_heads, live = range(len(state)), max(value) + 1, state.count(LIVE)
+    used = sorted(set(value[:live]))
     # Where every value head serves one head the backward kernel has no loop over heads (`GROUPED`).
     one_to_one = sorted(value) == list(range(num_value_heads))
     bounds = [] if one_to_one else range(num_value_heads + 1)
     maps = {
         "state": state,
-        "query": [slot[head] if state[head] == LIVE else 0 for head in heads],
-        "key": [used.index(value[head]) if state[head] == LIVE else 0 for head in heads],
+        "key": [used.index(value[head]) if head < live else 0 for head in heads],
         "value": value,
-        "pattern": slot,
-        "live": live,
+        "pattern": [state[:head].count(state[head]) for head in heads],
         "group_start": [sum(each < bound for each in value) for bound in bounds],
         "group_heads": sorted(heads, key=lambda head: value[head]),
     }
@@ -222,11 +214,11 @@ class Fused(Backend):
             maps |= layer_tables(kinds, "mixed", kv_head, device)
         return {dtype: pattern_tables(patterns, dtype, device) | maps for dtype in dtypes}
 
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+    def forward(self, value: Tensor, tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         def product(x: Tensor) -> Tensor:
             return fused_product(x[:, :0], x[:, :0], x, *operator_tables(tables, "frozen"), 1.0)[0]
 
-        return unpadded(product, take_heads(value, heads), left_pad)
+        return unpadded(product, value, left_pad)
 
     def mixed(self, query: Tensor, key: Tensor, value: Tensor, tables: Tables, scale: float | None) -> Tensor:
         factor = score_scale(scale, value.shape[-1])

@@ -5,9 +5,10 @@
     key_block_kernel       a block of keys of one value head       dV = P^T dO of all heads, dK = scale dS^T Q of live
     query_block_kernel     a block of queries of one live head     dQ = scale dS K,  dS = P * (dO V^T - delta)
 
-P is softmax(scale Q K^T) for live heads, exp(rho(i - j) + alpha(j) - log Z(i)) for compact ones (Eq. 3), rebuilt tile
-by tile, and read from memory for dense ones. Exponentials are powers of two: scores, alpha, rho and log Z are in units
-of log 2. Tiles in the key-block kernel are [key, query], transposed weights. Names are those of launch.py.
+P is softmax(scale Q K^T) for live heads, which come first, exp(rho(i - j) + alpha(j) - log Z(i)) for compact ones
+(Eq. 3), rebuilt tile by tile, and read from memory for dense ones. Exponentials are powers of two: scores, alpha, rho
+and log Z are in units of log 2. Tiles in the key-block kernel are [key, query], transposed weights. Names are those of
+launch.py.
 """
 
 from collections.abc import Sequence
@@ -101,7 +102,7 @@ def fused_forward(
     blocks = choose_forward(dim=dim, dtype=value.dtype, few=few)
     grid = (batch * heads, cdiv(length, blocks.block_m))
     arguments = (
-        query, key, value, result, lse, *tables[:5], *_patterns(tables), heads, live, length, scale * LOG2E.value,
+        query, key, value, result, lse, *tables[:4], *_patterns(tables), heads, live, length, scale * LOG2E.value,
         *strides(query, key, value),
     )  # fmt: skip
     constants = blocks.constants(length, dim) | _kinds(counts)
@@ -144,19 +145,19 @@ def fused_backward(
     if live:
         # delta_i = <dO_i, O_i> once, not in each of the two kernels that read it.
         launch(
-            delta_kernel, (batch * live, cdiv(length, 64)), out, grad, delta, tables.live, live, length,
+            delta_kernel, (batch * live, cdiv(length, 64)), out, grad, delta, live, length,
             *strides(out, grad), D=dim, DP=padded_channels(dim), BM=64, num_warps=4, device=value.device,
         )  # fmt: skip
     launch(
         key_block_kernel, (batch * num_value_heads, cdiv(length, by_key.block_k)), *operands, delta, dk, dv,
-        tables.state, tables.query, tables.key, tables.pattern, tables.group_start, tables.group_heads,
+        tables.state, tables.key, tables.pattern, tables.group_start, tables.group_heads,
         *_patterns(tables), num_value_heads, live, keys, length, scale, *of_operands,
         **by_key.constants(length, dim), **_kinds(counts), GROUPED=grouped, device=value.device,
     )  # fmt: skip
     if live:
         launch(
             query_block_kernel, (batch * live, cdiv(length, by_query.block_m)), *operands, delta, dq,
-            tables.live, tables.key, tables.value, live, length, scale, *of_operands,
+            tables.key, tables.value, live, length, scale, *of_operands,
             **by_query.constants(length, dim), device=value.device,
         )  # fmt: skip
     return dq, dk, dv
@@ -164,7 +165,7 @@ def fused_backward(
 
 def _patterns(tables: FusedTables) -> tuple[Any, ...]:
     """Return the patterns and the positions that they cover."""
-    return *tables[8:], tables.alpha.shape[1]
+    return *tables[6:], tables.alpha.shape[1]
 
 
 def _kinds(counts: Sequence[int]) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def _kinds(counts: Sequence[int]) -> dict[str, Any]:
 
 @triton.jit
 def fused_forward_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, state_ptr, query_ptr, key_ptr, value_ptr, pattern_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, state_ptr, key_ptr, value_ptr, pattern_ptr,
     alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, H, L, T, scale,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t, v_stride_b, v_stride_h, v_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, PAD: tl.constexpr,
@@ -199,10 +200,9 @@ def fused_forward_kernel(
     # Values of `state`: 0 is LIVE, 1 COMPACT, 2 DENSE, as in fused.py. HAS_* are compile-time constants: the
     # code of an absent kind is left out.
     if HAS_LIVE and state == 0:
-        i_q = tl.load(query_ptr + i_h).to(tl.int64)
         p_k = k_ptr + i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
         b_out = _live_rows(
-            b_out, q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_k, p_v, lse_ptr + (i_b * L + i_q) * T,
+            b_out, q_ptr + i_b * q_stride_b + i_h.to(tl.int64) * q_stride_h, p_k, p_v, lse_ptr + (i_b * L + i_h) * T,
             m0, T, scale, q_stride_t, k_stride_t, v_stride_t, D, DP, BM, BK, EVEN, STAGES,
         )  # fmt: skip
     if HAS_COMPACT and state == 1:
@@ -315,7 +315,7 @@ def _dense_rows(
 
 @triton.jit
 def delta_kernel(
-    out_ptr, grad_ptr, delta_ptr, live_ptr, L, T,
+    out_ptr, grad_ptr, delta_ptr, L, T,
     out_stride_b, out_stride_h, out_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr,
 ):  # fmt: skip
@@ -323,7 +323,7 @@ def delta_kernel(
     m0 = tl.program_id(1) * BM
     o_m = m0 + tl.arange(0, BM)
     i_b = (tl.program_id(0) // L).to(tl.int64)
-    i_h = tl.load(live_ptr + tl.program_id(0) % L).to(tl.int64)
+    i_h = (tl.program_id(0) % L).to(tl.int64)
     b_out = load_rows(out_ptr + i_b * out_stride_b + i_h * out_stride_h, m0, out_stride_t, T, BM, D, DP, False)
     b_grad = load_rows(grad_ptr + i_b * grad_stride_b + i_h * grad_stride_h, m0, grad_stride_t, T, BM, D, DP, False)
     b_delta = tl.sum(b_out.to(tl.float32) * b_grad.to(tl.float32), 1)
@@ -333,7 +333,7 @@ def delta_kernel(
 @triton.jit
 def key_block_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dk_ptr, dv_ptr,
-    state_ptr, query_ptr, key_ptr, pattern_ptr, group_start_ptr, group_heads_ptr,
+    state_ptr, key_ptr, pattern_ptr, group_start_ptr, group_heads_ptr,
     alpha_ptr, band_ptr, log_z_ptr, dense_ptr, covered, num_value_heads, L, K, T, scale,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
@@ -362,12 +362,11 @@ def key_block_kernel(
         slot = tl.load(pattern_ptr + i_h).to(tl.int64)
         p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
         if HAS_LIVE and state == 0:
-            i_q = tl.load(query_ptr + i_h).to(tl.int64)
             i_k = tl.load(key_ptr + i_h)
-            rows = (i_b * L + i_q) * T
+            rows = (i_b * L + i_h) * T
             b_dk, b_dv = _live_keys(
                 b_dk, b_dv, k_ptr + i_b * k_stride_b + i_k.to(tl.int64) * k_stride_h, p_v,
-                q_ptr + i_b * q_stride_b + i_q * q_stride_h, p_grad, lse_ptr + rows, delta_ptr + rows,
+                q_ptr + i_b * q_stride_b + i_h.to(tl.int64) * q_stride_h, p_grad, lse_ptr + rows, delta_ptr + rows,
                 k0, T, scale * LOG2E, q_stride_t, k_stride_t, v_stride_t, grad_stride_t,
                 D, DP, BM, BK, EVEN, STAGES,
             )  # fmt: skip
@@ -480,7 +479,7 @@ def _dense_keys(
 
 @triton.jit
 def query_block_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, live_ptr, key_ptr, value_ptr, L, T, scale,
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, delta_ptr, dq_ptr, key_ptr, value_ptr, L, T, scale,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, grad_stride_b, grad_stride_h, grad_stride_t,
     D: tl.constexpr, DP: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
@@ -489,17 +488,15 @@ def query_block_kernel(
     """Compute dQ of one (batch element, live head, query block)."""
     m0 = (tl.num_programs(1) - 1 - tl.program_id(1)) * BM
     i_b = (tl.program_id(0) // L).to(tl.int64)
-    i_q = tl.program_id(0) % L
-    i_h = tl.load(live_ptr + i_q)
-    i_q = i_q.to(tl.int64)
+    i_h = (tl.program_id(0) % L).to(tl.int64)
     o_m = m0 + tl.arange(0, BM)
     scale2 = scale * LOG2E
     p_k = k_ptr + i_b * k_stride_b + tl.load(key_ptr + i_h).to(tl.int64) * k_stride_h
     p_v = v_ptr + i_b * v_stride_b + tl.load(value_ptr + i_h).to(tl.int64) * v_stride_h
-    b_q = load_rows(q_ptr + i_b * q_stride_b + i_q * q_stride_h, m0, q_stride_t, T, BM, D, DP, EVEN)
-    p_grad = grad_ptr + i_b * grad_stride_b + i_h.to(tl.int64) * grad_stride_h
+    b_q = load_rows(q_ptr + i_b * q_stride_b + i_h * q_stride_h, m0, q_stride_t, T, BM, D, DP, EVEN)
+    p_grad = grad_ptr + i_b * grad_stride_b + i_h * grad_stride_h
     b_grad = load_rows(p_grad, m0, grad_stride_t, T, BM, D, DP, EVEN)
-    row = (i_b * L + i_q) * T + o_m
+    row = (i_b * L + i_h) * T + o_m
     b_lse = tl.load(lse_ptr + row, mask=o_m < T, other=float("inf")) * LOG2E
     b_delta = tl.load(delta_ptr + row, mask=o_m < T, other=0.0)
     b_dq = tl.zeros((BM, DP), dtype=tl.float32)
@@ -513,7 +510,7 @@ def query_block_kernel(
         b_dp = tl.dot(b_grad, tl.trans(b_v), input_precision="ieee")
         b_ds = b_p * (b_dp - b_delta[:, None])  # dS = P * (dO V^T - delta)
         b_dq = add_product(b_dq, b_ds, b_k, "ieee")  # dQ = dS K; its scale comes with the store
-    _store_rows(dq_ptr + (i_b * T * L + i_q) * D, b_dq * scale, m0, L * D, T, D, DP, BM)
+    _store_rows(dq_ptr + (i_b * T * L + i_h) * D, b_dq * scale, m0, L * D, T, D, DP, BM)
 
 
 # --- memory

@@ -413,9 +413,9 @@ class Linear(Backend):
             prepared[dtype] = tables
         return prepared
 
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+    def forward(self, value: Tensor, tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         scalings = tables["key_scale"], tables["row_scale"]
-        return linear_product(take_heads(value, heads), _chunked(tables), *scalings, left_pad, False)
+        return linear_product(value, _chunked(tables), *scalings, left_pad, False)
 
 
 def _chunked(tables: Tables) -> list[Tensor]:

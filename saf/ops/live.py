@@ -1,12 +1,10 @@
 """Live heads: causal softmax attention by a kernel of PyTorch, which callers may pin by name.
 
-`live_attention` computes it, `live_heads` where slots share value heads unevenly; `pinned` is the context in which SDPA
-runs one kernel only. "flash" is PyTorch's own, or
+`live_attention` computes it; `pinned` is the context in which SDPA runs one kernel only. "flash" is PyTorch's own, or
 the one that `torch.nn.attention.activate_flash_attention_impl` has put in its place.
 """
 
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,18 +25,23 @@ FLASH_DECODE = "flash_decode"
 
 
 def live_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, scale: float | None = None, left_pad: Tensor | None = None,
-    kernel: str = "auto", window: int | None = None, soft_cap: float | None = None, visible: Tensor | None = None,
+    query: Tensor, key: Tensor, value: Tensor, *, live_kv: tuple[int, ...] | None = None, scale: float | None = None,
+    left_pad: Tensor | None = None, kernel: str = "auto", window: int | None = None, soft_cap: float | None = None,
+    visible: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return causal softmax attention `[B, L, Tq, D]` of `query [B, L, Tq, D]` over `key`, `value` `[B, K, Tk, D]`.
 
-    Consecutive query heads share a key head, so `L` must be a multiple of `K`. Queries are the last `Tq` positions.
+    Consecutive query heads share a key head, so `L` must be a multiple of `K`. Or `live_kv` names the head of `value`
+    that each query head reads; `key` then has these heads alone, ascending. Queries are the last `Tq` positions.
     `left_pad [B]` is the first real position of each row; outputs before it are zero. With a `window` a query sees that
     many keys, its own included. `visible`, bool `[B or 1, 1, Tq, Tk]`, says instead of both which keys each query sees;
     outputs of padding may then be anything finite. A `soft_cap` c makes each logit `c * tanh(logit / c)`, which no SDPA
     kernel computes: patterns are materialised, in float32 at least. Raises InputError for an unknown kernel,
     UnsupportedError for one that cannot run here or has no soft cap.
     """
+    slots = None
+    if live_kv is not None:
+        query, key, value, slots = _equal_groups(query, key, value, live_kv)
     # No mask where sequences are whole or one query sees every key: cuDNN and flash attention skip the upper triangle
     # for `is_causal`, and PyTorch's flash kernel takes no mask at all.
     heads, rows, columns = query.shape[1], query.shape[-2], key.shape[-2]
@@ -53,42 +56,45 @@ def live_attention(
     if soft_cap is not None:
         assert mask is not None  # a soft cap takes the branch with a mask
         output = _capped_attention(query, key, value, mask, scale, soft_cap, kernel)
-        return _zero_padding(output, left_pad, columns)
-    grouped = heads != key.shape[1]
-    if grouped and rows == 1:
-        # A group's queries become rows of one head, so that every kernel reads its keys once and none copies them:
-        # `enable_gqa` repeats keys in PyTorch's math kernel.
-        grouped, group = False, heads // key.shape[1]
-        query = query.reshape(query.shape[0], key.shape[1], group, query.shape[-1])
-        mask = None if mask is None else mask.expand(*mask.shape[:-2], group, columns).contiguous()
-    with pinned(kernel, query.device):
-        output = scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
-        )
-    return _zero_padding(output.reshape(output.shape[0], heads, rows, output.shape[-1]), left_pad, columns)
+    else:
+        grouped = heads != key.shape[1]
+        if grouped and rows == 1:
+            # A group's queries become rows of one head, so that every kernel reads its keys once and none copies them:
+            # `enable_gqa` repeats keys in PyTorch's math kernel.
+            grouped, group = False, heads // key.shape[1]
+            query = query.reshape(query.shape[0], key.shape[1], group, query.shape[-1])
+            mask = None if mask is None else mask.expand(*mask.shape[:-2], group, columns).contiguous()
+        with pinned(kernel, query.device):
+            output = scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=grouped
+            )
+        output = output.reshape(output.shape[0], heads, rows, output.shape[-1])
+    if left_pad is not None:
+        position = torch.arange(columns - rows, columns, device=output.device)
+        output = output * (position >= left_pad.to(output.device)[:, None])[:, None, :, None]
+    return output if slots is None else take_heads(output, slots)
 
 
-def live_heads(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...], **options: Any) -> Tensor:
-    """Return `live_attention` of live slots, `[B, L, Tq, D]`: `key [B, K, T, D]` of the value heads that they read.
+def _equal_groups(
+    query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor, tuple[int, ...] | None]:
+    """Return heads in groups of one size, ascending, as SDPA takes them, and the place of each slot if that changed.
 
-    SDPA takes groups of one size, in ascending order. Other groups take a key for each query where sequences are whole.
-    With fewer rows some queries are computed twice instead. `options` are those of `live_attention`.
+    Other groups take a key for each query where sequences are whole. With fewer rows some queries are computed twice.
     """
-    used = tuple(sorted(set(live_kv)))
-    size = largest_group(live_kv)
+    used, size = tuple(sorted(set(live_kv))), largest_group(live_kv)
     if live_kv == tuple(head for head in used for _ in range(size)):
-        return live_attention(query, key, take_heads(value, used), **options)
+        return query, key, take_heads(value, used), None
     if query.shape[-2] == key.shape[-2]:
-        key = take_heads(key, tuple(map(used.index, live_kv)))
-        return live_attention(query, key, take_heads(value, live_kv), **options)
+        return query, take_heads(key, tuple(map(used.index, live_kv))), take_heads(value, live_kv), None
     # After a cache keys are many and queries few: every group is filled up to the size of the largest by repeating its
     # last query, and no key is copied.
     order: list[int] = []
     for head in used:
         group = [slot for slot, each in enumerate(live_kv) if each == head]
         order += group + group[-1:] * (size - len(group))
-    output = live_attention(take_heads(query, tuple(order)), key, take_heads(value, used), **options)
-    return take_heads(output, tuple(order.index(slot) for slot in range(len(live_kv))))
+    places = tuple(order.index(slot) for slot in range(len(live_kv)))
+    return take_heads(query, tuple(order)), key, take_heads(value, used), places
 
 
 def largest_group(live_kv: tuple[int, ...]) -> int:
@@ -118,14 +124,6 @@ def _capped_attention(
     logits = capped(query @ key.mT * score_scale(scale, query.shape[-1]), soft_cap)
     wide = torch.promote_types(logits.dtype, torch.float32)
     return logits.masked_fill(~mask, -torch.inf).softmax(-1, dtype=wide).to(value.dtype) @ value
-
-
-def _zero_padding(output: Tensor, left_pad: Tensor | None, columns: int) -> Tensor:
-    """Return `output [B, L, Tq, D]`, the last of `columns` positions, with zeros before `left_pad`."""
-    if left_pad is None:
-        return output
-    position = torch.arange(columns - output.shape[-2], columns, device=output.device)
-    return output * (position >= left_pad.to(output.device)[:, None])[:, None, :, None]
 
 
 # --- the kernel by name

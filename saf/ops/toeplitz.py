@@ -248,7 +248,7 @@ class Toeplitz(Backend):
             prepared[dtype] = tables | {"stored": stored}
         return prepared
 
-    def forward(self, value: Tensor, heads: tuple[int, ...], tables: Tables, left_pad: Tensor | None = None) -> Tensor:
+    def forward(self, value: Tensor, tables: Tables, left_pad: Tensor | None = None) -> Tensor:
         def product(x: Tensor) -> Tensor:
             stored, convolved, parts = tables["stored"], tables["convolved"], []
             if stored:
@@ -259,7 +259,7 @@ class Toeplitz(Backend):
                 parts.append((convolved, result))
             return merge_slots(parts)
 
-        return unpadded(product, take_heads(value, heads), left_pad)
+        return unpadded(product, value, left_pad)
 
     def untrainable_reason(self, alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> str | None:
         if dtype == torch.float16:
