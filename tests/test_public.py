@@ -2,8 +2,10 @@
 
 import re
 import shlex
+import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 from importlib import import_module
 from pathlib import Path
@@ -40,6 +42,24 @@ def test_the_commands_of_the_readme_exist_with_their_flags():
     for name, *words in commands:
         words = ["--data" if word == "--parent" else word for word in words]  # a parent would be opened
         import_module(f"saf.cli.{name}").parse_words(words)  # exits where it does not know a flag or its value
+
+
+def test_a_package_index_shows_the_readme_with_the_names_of_files_that_the_source_archive_has(tmp_path):
+    (tmp_path / "tree").mkdir()
+    for path in ROOT.iterdir():
+        if path.is_file() and path.name != ".git":
+            shutil.copy(path, tmp_path / "tree")
+        elif path.name in ("saf", "docs", "examples"):
+            shutil.copytree(path, tmp_path / "tree" / path.name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools.build_meta import build_sdist; build_sdist('..')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path / "tree", check=True, capture_output=True)
+    with tarfile.open(next(tmp_path.glob("*.tar.gz"))) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+        page = archive.extractfile(f"saf-{saf.__version__}/PKG-INFO").read().decode()
+    linked = set(re.findall(r"\]\((?!https?:)([^)#]+)", (ROOT / "README.md").read_text()))
+    assert linked <= names
+    assert "](docs/" not in page
+    assert {name for name in linked if not name.endswith(".svg")} <= set(re.findall(r"\(`([^`]+)`\)", page))
 
 
 def test_type_checkers_find_the_package():
