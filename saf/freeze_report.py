@@ -14,7 +14,7 @@ from torch import Tensor
 from saf.heads import Head, HeadSet
 from saf.healing import Healing
 from saf.heldout import JointCost, LossChange, perplexity_rise
-from saf.patterns import Pattern, pattern_for_each_head
+from saf.patterns import Pattern
 from saf.records.run import STATE_AFTER, EventRecord, append_event, total_in_words
 from saf.records.table import Table, markdown_of, number, percent, signed
 from saf.statistics import AttentionStatistics
@@ -145,12 +145,11 @@ class FreezeReport:
         # Marginals are most of the file, T numbers a head of every layer, and exact enough in float32.
         tensors = {name: getattr(self.statistics, name).float() for name in ("eta_abs", "eta_rel")}
         tensors |= {name: getattr(self.statistics, name) for name in ("variance", "forward_kl", "row_entropy")}
-        if self.patterns is not None:
-            # Without normalisers, which take T**2 operations a head and follow from these two.
-            logits = [one.logits() for one in pattern_for_each_head(self.patterns)]
-            if all(pair is not None for pair in logits):
-                for name, part in zip(("alpha", "rho"), zip(*logits, strict=True), strict=True):  # type: ignore
-                    tensors[name] = torch.stack(part).float()
+        # Without normalisers, which take T**2 operations a head and follow from these two.
+        logits = [pattern.logits() for head in self.heads if (pattern := self.fits[head].pattern) is not None]
+        if logits and None not in logits:
+            alpha, rho = (torch.stack(part).float() for part in zip(*logits, strict=True))  # type: ignore
+            tensors |= {"alpha": alpha, "rho": rho}
         return tensors
 
     def save(self, folder: str | Path, **extra: Any) -> EventRecord:

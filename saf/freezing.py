@@ -346,7 +346,7 @@ def _scores(
             elif key == "gates" and source is None:
                 source = gate_gradients(adapter.model, sequences)
             elif key == "outputs" and source is not None and not isinstance(source, HeadOutputs):
-                source = head_outputs(adapter.model, read_sequences(source), statistics)
+                source = head_outputs(adapter.model, source, statistics)
             needed[key] = source
         scores[name] = score(statistics, name, **needed)
         live = scores[name][~scores[name].isnan()]
