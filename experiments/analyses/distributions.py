@@ -271,51 +271,45 @@ def _entries(
 ) -> dict[str, Any]:
     """Compare the last query's attention to the key before it: distances for all heads, curves for the shown ones."""
     query, shares = statistics.positions[-1], np.linspace(0, 1, POINTS)
-    distances: dict[str, list[float]] = {name: [] for name in ("logit", "gaussian", "dirichlet")}
-    curves = []
+    distances, curves = [], []
     for head in heads:
         rows, logits = (statistics.take(name, [head])[0][:, -1, : query + 1] for name in ("rows", "logit_rows"))
-        key = (*head, query)
-        samples, normal = entry_samples(rows, logits, query - 1, fitted, settings.scale, settings.seed, key)
-        for name, distance in entry_distances(samples, normal).items():
-            distances[name].append(distance)
+        drawing: Any = {"scale": settings.scale, "seed": settings.seed, "key": (*head, query)}
+        samples, normal, of_head = compare_entry(rows, logits, query - 1, fitted, **drawing)
+        distances.append(of_head)
         if head in shown:
             points = {name: np.quantile(values, shares).tolist() for name, values in samples.items()}
             curves.append({"head": head, "normal": normal, **points})
-    return {"query": query, "key": query - 1, "distances": distances, "curves": curves}
+    by_model = {name: [each[name] for each in distances] for name in ("logit", "gaussian", "dirichlet")}
+    return {"query": query, "key": query - 1, "distances": by_model, "curves": curves}
 
 
-def entry_samples(
-    rows: Tensor, logits: Tensor, entry: int, fitted: int, scale: float, seed: int, key: Key
-) -> tuple[dict[str, np.ndarray], tuple[float, float]]:
-    """Return samples of one entry of `rows` and `logits [N, W]`, and mean and deviation of the logits' normal model.
+def compare_entry(
+    rows: Tensor, logits: Tensor, entry: int, fitted: int, *, scale: float, seed: int, key: Key
+) -> tuple[dict[str, np.ndarray], tuple[float, float], dict[str, float]]:
+    """Compare one entry of `rows` and `logits [N, W]` with models of the first `fitted` sequences.
 
-    Samples `logits` and `measured` are of the sequences after the first `fitted`. Models of the first ones generate
-    the samples `gaussian` and `dirichlet`.
+    Returns samples of the entry, mean and deviation of the logits' normal model, and Kolmogorov-Smirnov distances.
+    Samples `logits` and `measured` are of the other sequences, `gaussian` and `dirichlet` drawn from the models. The
+    distance of `logit` is 1 if the normal model has no deviation.
     """
-    generated = {
+    tensors = {
+        "logits": logits[fitted:],
+        "measured": rows[fitted:],
         "gaussian": gaussian_rows(logits[:fitted], DRAWS, seed=seed, key=key),
         "dirichlet": dirichlet_rows(rows[:fitted], DRAWS, seed=seed, key=key, scale=scale),
     }
-    samples = {"logits": logits[fitted:], "measured": rows[fitted:], **generated}
+    samples = {name: values[:, entry].double().numpy() for name, values in tensors.items()}
     model = logits[:fitted, entry].double()
-    return (
-        {name: values[:, entry].double().numpy() for name, values in samples.items()},
-        (float(model.mean()), float(model.std())),
-    )
-
-
-def entry_distances(samples: dict[str, np.ndarray], normal: tuple[float, float]) -> dict[str, float]:
-    """Return Kolmogorov-Smirnov distances of the measured logits and probabilities from their models.
-
-    The distance of `logit` is 1 if the normal model has no deviation.
-    """
-    fitted = stats.norm(*normal).cdf if normal[1] > 0 else None
-    results = {"logit": 1.0 if fitted is None else float(np.asarray(stats.ks_1samp(samples["logits"], fitted))[0])}
+    mean, deviation = float(model.mean()), float(model.std())
+    distances = {"logit": 1.0}
+    if deviation > 0:
+        normal = stats.norm(mean, deviation).cdf
+        distances["logit"] = float(np.asarray(stats.ks_1samp(samples["logits"], normal))[0])
     for name in ("gaussian", "dirichlet"):
         # Only the statistic is used; an exact p-value would take longer than all the rest.
-        results[name] = float(np.asarray(stats.ks_2samp(samples["measured"], samples[name], method="asymp"))[0])
-    return results
+        distances[name] = float(np.asarray(stats.ks_2samp(samples["measured"], samples[name], method="asymp"))[0])
+    return samples, (mean, deviation), distances
 
 
 # --- profiles in the plane

@@ -8,12 +8,11 @@ import scipy.stats
 import torch
 
 from experiments.analyses.distributions import (
+    compare_entry,
     dirichlet_rows,
     distance_profile,
     distances,
     energy_distance,
-    entry_distances,
-    entry_samples,
     gaussian_rows,
     project_profiles,
     row_distances,
@@ -80,10 +79,10 @@ def test_dirichlet_rows_have_the_moments_of_eq_18(rng):
 def test_an_entry_against_its_models(rng):
     logits = torch.from_numpy(rng.normal(size=(50, 5)) + np.arange(5))
     rows = logits.softmax(-1)
-    samples, normal = entry_samples(rows, logits, 3, 30, 4.0, 0, (0, 0, 4))
+    samples, normal, found = compare_entry(rows, logits, 3, 30, scale=4.0, seed=0, key=(0, 0, 4))
     assert normal == pytest.approx((logits[:30, 3].mean().item(), logits[:30, 3].std().item()))
     assert np.allclose(samples["measured"], rows[30:, 3])
-    found, measured = entry_distances(samples, normal), samples["measured"]
+    measured = samples["measured"]
     cumulative = scipy.stats.norm(*normal).cdf(np.sort(samples["logits"]))
     steps = [max(abs(c - k / 20), abs(c - (k + 1) / 20)) for k, c in enumerate(cumulative)]
     assert found["logit"] == pytest.approx(max(steps))
