@@ -315,7 +315,7 @@ def _measured(
                 yield _rated(memory(own, kind), MEMORY_COLUMNS, heading=heading, title=title, cells=where)
         for block in _analysis_blocks(heading, record, where):
             if block.cells and block.title in PAGE_TABLES:
-                yield block
+                yield replace(block, title=f"{block.title}, {each.name}")
             elif block.cells:
                 title, cells = ": ".join(filter(None, [name, block.title])), {**where, "table": block.title}
                 yield replace(block, title=title, text="", page=pd.DataFrame(), cells=cells)
