@@ -85,7 +85,7 @@ class Command:
             raise InputError(
                 f"{self.frozen} is not an evaluation of {folder} as it is now; run `saf evaluate {folder}`"
             )
-        from saf.hf.pretrained import record_cost_
+        from saf.hf.model_card import record_cost_
 
         before = record["heads_by_kind"][0]  # the first model may have frozen heads too
         heads = f" with {heads_in_words(before)}" if any(before.values()) else ""

@@ -18,6 +18,8 @@ SETTINGS = ("rope_parameters", "rope_theta", "rope_scaling", "head_dim", "slidin
 SEPARATE = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
 LINEAR, CONV1D = "torch.nn.modules.linear.Linear", "transformers.pytorch_utils.Conv1D"
 """Classes of projections: `nn.Linear` has a weight `[out, in]`, `Conv1D` one `[in, out]`."""
+CAUSAL = ("ForCausalLM", "LMHeadModel")
+"""Suffixes of the class names of causal language models."""
 
 
 @dataclass(frozen=True, kw_only=True)

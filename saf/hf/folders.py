@@ -30,8 +30,8 @@ from saf.freeze_report import FreezeReport
 from saf.healing import Healing, heal_and_compare
 from saf.heldout import halves
 from saf.hf.attention import config_entry
-from saf.hf.families import FAMILIES
-from saf.hf.pretrained import CAUSAL, patch_pretrained
+from saf.hf.families import CAUSAL, FAMILIES
+from saf.hf.pretrained import patch_pretrained
 from saf.machine import device_name, pick_device
 from saf.models.adapter import adapter_for
 from saf.opening import Encoder, OpenedModel, folder_hash, weight_files

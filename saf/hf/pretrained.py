@@ -1,17 +1,15 @@
 """`patch_pretrained` lets transformers save, open and upload models with frozen heads, and generate within their limit.
 
-A saved folder has the weights, `saf.json` and `saf.safetensors`, and a section about the heads in its README.
+A saved folder has the weights, `saf.json` and `saf.safetensors`, and a section of the model card (model_card.py).
 transformers builds an empty model from the configuration, then loads weights into it. Frozen heads have no query and
 key rows, so the empty model's projections are resized before the weights are loaded, and its heads restored afterwards.
 """
 
 import copy
-import re
 from collections.abc import Callable
 from functools import cache, wraps
 from inspect import getattr_static
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -20,9 +18,8 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from saf.errors import CheckpointError, InputError, UnsupportedError
-from saf.freeze_report import current_events, healing_words, worst_layer_words
+from saf.freeze_report import current_events
 from saf.frozen_state import (
-    IMPORT_LINE,
     STATE_FILE,
     TENSORS_FILE,
     check_savable,
@@ -33,18 +30,13 @@ from saf.frozen_state import (
     write_description,
 )
 from saf.heads import EDITED
-from saf.heldout import perplexity_rise
 from saf.hf.adapter import TransformersAdapter
 from saf.hf.attention import NAME, HeadState, config_entry, state_of
+from saf.hf.model_card import CARD, entry_of, write_section
 from saf.models.adapter import Adapter, adapter_for
 from saf.models.frozen_layout import LAYOUT, compare_layouts
-from saf.records.files import new_files, write_atomically
-from saf.records.run import heads_in_words
-from saf.records.table import signed
+from saf.records.files import new_files
 
-CAUSAL = ("ForCausalLM", "LMHeadModel")
-"""Suffixes of the class names of causal language models."""
-CARD = "README.md"
 _HUB = ("cache_dir", "force_download", "proxies", "local_files_only", "token", "revision", "subfolder")
 """Arguments of `from_pretrained` that locate files."""
 _PEFT = "_hf_peft_config_loaded"
@@ -80,7 +72,7 @@ def save_pretrained(
     """Save a model as transformers does, with the files about its edited heads."""
     folder, adapter = Path(save_directory), _edited_adapter(model)
     if adapter is not None and is_main_process and not folder.is_file():  # for a file the original method raises
-        entry = _entry_of(adapter)
+        entry = entry_of(adapter)
         if not config_entry(model.config):  # heads were frozen in a submodel with its own configuration
             model.config.saf = entry
         entry["events"] = current_events(entry["events"], adapter.heads(*EDITED))
@@ -222,91 +214,3 @@ def _prepare_cache_for_generation(
             f"{longest}, got {length + 1}: shorten the prompt or lower max_new_tokens"
         )
     return original(model, generation_config, model_kwargs, mode, batch_size, length)
-
-
-# --- the section of the model card
-
-_BEGIN, _END = "<!-- frozen heads: written by saf -->", "<!-- end of frozen heads -->"
-_SECTION = re.compile(f"{re.escape(_BEGIN)}\n(.*?){re.escape(_END)}\n?", re.DOTALL)
-_COST = "- what freezing cost: "
-_NEW_CARD = "---\nlibrary_name: transformers\ntags:\n- saf\n---\n\n# A model with frozen attention heads\n"
-_MARKS = {"live": ".", "frozen": "F", "pruned": "P"}
-
-
-def write_section(folder: Path, adapter: Adapter) -> None:
-    """Replace the section about a model's edited heads in a folder's model card, or append it."""
-    _replace_section(folder, _section(adapter))
-
-
-def record_cost_(folder: Path, line: str) -> None:
-    """Write the cost of freezing into the model card's section; raise InputError where the card has no section.
-
-    Saving the model again drops the line, as its weights may have changed.
-    """
-    path = folder / CARD
-    match = _SECTION.search(path.read_text(encoding="utf-8")) if path.is_file() else None
-    if match is None:
-        raise InputError(f"{path} has no section about frozen heads; give the folder that `saf freeze` wrote")
-    rest = re.sub(f"^{re.escape(_COST)}.*\n\n?", "", match[1], flags=re.MULTILINE)
-    _replace_section(folder, f"{rest}{_COST}{line}\n\n")
-
-
-def _replace_section(folder: Path, text: str) -> None:
-    path, new = folder / CARD, f"{_BEGIN}\n{text}{_END}\n"
-    card = path.read_text(encoding="utf-8") if path.is_file() else _NEW_CARD
-    match = _SECTION.search(card)
-    # Not `_SECTION.sub`, which would read backslashes in the text as groups.
-    card = f"{card.rstrip()}\n\n{new}" if match is None else card.replace(match[0], new)
-    write_atomically(path, card.encode())
-
-
-def _section(adapter: Adapter) -> str:
-    counts = {kind: len(adapter.heads(kind)) for kind in _MARKS}
-    total, longest = sum(counts.values()), _entry_of(adapter)["max_length"]
-    limit = "" if longest is None else f" It takes inputs of up to {longest} tokens, the length it was calibrated on."
-    name = type(adapter.model).__name__
-    opens = "AutoModelForCausalLM" if name.endswith(CAUSAL) else name
-    rows = []
-    for number, site in enumerate(adapter.sites()):
-        marks = {head: mark for kind, mark in _MARKS.items() for head in getattr(site.layout, kind)}
-        rows.append(f"layer {number:3d}  {''.join(marks[head] for head in sorted(marks))}\n")
-    current = current_events(_entry_of(adapter)["events"], adapter.heads(*EDITED))
-    events = "".join(f"- {_event_line(event)}\n" for event in current)
-    return (
-        f"## Frozen attention heads\n\nOf its {total} attention heads this model has {heads_in_words(counts)}, a share "
-        f"of {(total - counts['live']) / total:.1%}.{limit} This opens the folder:\n\n"
-        f"```python\n{IMPORT_LINE}  # without it, transformers refuses the shapes of the weights\n"
-        f"from transformers import {opens}\n\nmodel = {opens}.from_pretrained(folder)\n```\n\n"
-        f"A character a head, `.` ordinary, `F` frozen, `P` pruned:\n\n```text\n{''.join(rows)}```\n\n{events}"
-    )
-
-
-def _entry_of(adapter: Adapter) -> dict[str, Any]:
-    """Return the configuration's entry that the model's layers share."""
-    return config_entry(adapter.sites()[0].attention.config)
-
-
-def _event_line(event: dict[str, Any]) -> str:
-    count = len(event["heads"])
-    chosen = "as named" if event.get("named") else f"by {event['score_name']}"
-    patterns = f", patterns by {event['pattern']}" if event["kind"] == "frozen" else ""
-    undone = "" if event["remaining"] == count else f" ({event['remaining']} of them still)"
-    noun = "head" if count == 1 else "heads"
-    parts = [f"{count} {noun} {event['kind']}{undone} {chosen}{patterns}"]
-    if event.get("update") is not None:
-        parts.append(f"after update {event['update']}")
-    data = f" of {event['data']}" if event.get("data") else ""
-    bos = ", each begun by the BOS token" if event.get("bos") is not None else ""
-    parts.append(f"calibrated on {event['num_sequences']} sequences of {event['length']} tokens{data}{bos}")
-    if divergences := [kl for *_, kl in event["fit_kl"]]:
-        parts.append(f"KL of the fits {median(divergences):.4f} nats (median), {max(divergences):.4f} at most")
-    if event.get("loss_before") is not None:
-        rise = signed(100 * perplexity_rise(event["loss_before"], event["loss_after"]), 1)
-        losses = f"{event['loss_before']:.4f} nats before, {event['loss_after']:.4f} after"
-        note = event.get("budget_note", "")
-        parts.append(f"{event.get('loss_text', 'held-out')} loss {losses} (perplexity {rise}){note}")
-    if event.get("worst_layer"):
-        parts.append(worst_layer_words(event["worst_layer"]))
-    if event.get("healing"):
-        parts.append(healing_words(event["healing"]))
-    return "; ".join(parts) + f" (SHA-256 of the sequences {event['sequences_hash'][:16]})"

@@ -34,7 +34,8 @@ from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, restore
 from saf.heads import EDITED
 from saf.heldout import heldout_loss
 from saf.hf.attention import NAME, config_entry, state_of
-from saf.hf.pretrained import wrap_method, write_section
+from saf.hf.model_card import write_section
+from saf.hf.pretrained import wrap_method
 from saf.machine import Execution
 from saf.models.adapter import adapter_for, unwrap
 from saf.optimizer_state import unwrap_optimizer
@@ -350,40 +351,40 @@ def patch_trainer() -> None:
         wrap_method(Trainer, method)
 
 
-def train(ordinary: Any, trainer: Any, *arguments: Any, **options: Any) -> Any:
+def train(original: Any, trainer: Any, *arguments: Any, **options: Any) -> Any:
     """Train, with the Trainer known to its callback."""
     if (callback := _callback(trainer)) is not None:
         callback.trainer = trainer
         if trainer.args.torch_compile:
             torch.compiler.reset()  # code compiled before events of an earlier training would be reused
-    return ordinary(trainer, *arguments, **options)
+    return original(trainer, *arguments, **options)
 
 
-def _load_from_checkpoint(ordinary: Any, trainer: Any, resume_from_checkpoint: str, model: Any = None) -> Any:
+def _load_from_checkpoint(original: Any, trainer: Any, resume_from_checkpoint: str, model: Any = None) -> Any:
     """Load a checkpoint's weights into a model with its heads."""
     _load_heads_(trainer, resume_from_checkpoint, trainer.model if model is None else model)
-    return ordinary(trainer, resume_from_checkpoint, model)
+    return original(trainer, resume_from_checkpoint, model)
 
 
-def _load_best_model(ordinary: Any, trainer: Any) -> Any:
+def _load_best_model(original: Any, trainer: Any) -> Any:
     """Load the best checkpoint's weights into a model with its heads."""
     _load_heads_(trainer, trainer.state.best_model_checkpoint, trainer.model)
-    return ordinary(trainer)
+    return original(trainer)
 
 
-def _push_from_checkpoint(ordinary: Any, trainer: Any, checkpoint_folder: str) -> Any:
+def _push_from_checkpoint(original: Any, trainer: Any, checkpoint_folder: str) -> Any:
     """Push a checkpoint, with its files about heads copied into the folder that the Trainer pushes."""
     checkpoint, folder = Path(checkpoint_folder), Path(trainer.args.output_dir)
     if trainer.is_world_process_zero() and (checkpoint / STATE_FILE).is_file():
         for name in (STATE_FILE, TENSORS_FILE):
             copyfile(checkpoint / name, folder / name)
         write_section(folder, adapter_for(trainer.model))
-    return ordinary(trainer, checkpoint_folder)
+    return original(trainer, checkpoint_folder)
 
 
-def create_model_card(ordinary: Any, trainer: Any, *arguments: Any, **options: Any) -> None:
+def create_model_card(original: Any, trainer: Any, *arguments: Any, **options: Any) -> None:
     """Write the Trainer's model card, which overwrites that of `save_pretrained`, with the section about heads."""
-    ordinary(trainer, *arguments, **options)
+    original(trainer, *arguments, **options)
     model = unwrap(trainer.model)
     edited = isinstance(model, PreTrainedModel) and config_entry(model.config)
     if edited and trainer.is_world_process_zero():

@@ -10,7 +10,7 @@ from huggingface_hub.errors import EntryNotFoundError
 import saf
 from saf.errors import InputError
 from saf.heads import HeadSet
-from saf.hf.pretrained import record_cost_
+from saf.hf.model_card import record_cost_
 from tests.integrations.training import Hub, frozen, opened
 from tests.transformers_models import logits, make, tokens
 
