@@ -1,4 +1,4 @@
-"""`Prefill`: the prefill of one shape, compiled, captured as a CUDA graph and replayed."""
+"""`Prefill` compiles the prefill of one shape, captures it as a CUDA graph and replays it."""
 
 from collections.abc import Callable
 from functools import partial
@@ -69,7 +69,7 @@ class Prefill:
             with torch.no_grad(), torch.autocast(device.type, torch.bfloat16, enabled=autocast):
                 return forward(self._input_ids)
 
-        # In a graph few tokens take what is fastest on the device; a call takes what spares the host.
+        # In a graph, few tokens take the path that is fastest on the device; outside, the one that spares the host.
         with for_graphs(model), evaluation_mode(last):
             self._replay = GraphReplay(run, device=device, pool=GraphPool())
 

@@ -1,4 +1,4 @@
-"""Analyses of heads, selections and patterns: `python -m experiments.analyses NAME --help`."""
+"""`ANALYSES` lists the analyses of heads, selections and patterns: `python -m experiments.analyses NAME --help`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,11 +17,11 @@ from saf.records.files import to_json
 ANALYSES: dict[str, type[Analysis]] = {
     each.kind: each
     for each in (
-        *(OneHead, JointCost, PartialSpearman, Profiles, Stability),
-        *(Recovery, Storage, Geometry, ZeroShot, Distributions),
+        OneHead, JointCost, PartialSpearman, Profiles, Stability,
+        Recovery, Storage, Geometry, ZeroShot, Distributions,
     )
-}
-"""Analyses by the name that the command line and the records have for them."""
+}  # fmt: skip
+"""Analyses by their name in commands and records."""
 
 
 def analysis_figure(records: Sequence[Record]) -> str | None:

@@ -1,4 +1,4 @@
-"""`saf bench`: time a frozen model against an ordinary one, in pairs, on this device."""
+"""`saf bench` times a frozen model against an ordinary one, in pairs, on this device."""
 
 import os
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ from saf.report.benchmarks import tables
 REFUSED = "refused: the machine is not quiet; end other work, measure more --pairs, or accept more with --tolerance"
 VERSIONS = ("torch", "triton", "cuda", "cudnn", "driver")
 _OF_ALL = ("model", "points", "rates", "backends", "kernels", "pairs", "device", "graphs", "seconds", "tolerance")
-FIRST = dict.fromkeys(get_args(bench.Benchmark), (*_OF_ALL, "memory", "pruned")) | {bench.Op: _OF_ALL}
+HELP_FIELDS = dict.fromkeys(get_args(bench.Benchmark), (*_OF_ALL, "memory", "pruned")) | {bench.Op: _OF_ALL}
 """The settings that `--help` shows."""
 
 
@@ -72,5 +72,5 @@ def parse_words(words: Sequence[str]) -> Command:
     named = set(words) & set(bench.KINDS)
     if words and not named and not words[0].startswith("-"):  # which tyro would take for FOLDER
         check_name("the benchmark", words[0], bench.KINDS)
-    first = FIRST if named else None
-    return parse(Command, words or ["--help"], prog="saf bench", first=first, choices=bench.KINDS)
+    help_fields = HELP_FIELDS if named else None
+    return parse(Command, words or ["--help"], prog="saf bench", help_fields=help_fields, choices=bench.KINDS)

@@ -1,4 +1,4 @@
-"""`saf compare`: what freezing cost and saved, by an ordinary and a frozen run or by evaluations of two models."""
+"""`saf compare` shows what freezing cost and saved, from an ordinary and a frozen run or evaluations of two models."""
 
 from dataclasses import dataclass
 from functools import partial

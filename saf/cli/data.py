@@ -1,4 +1,4 @@
-"""`saf data prepare`: turn text into a data folder of tokens."""
+"""`saf data prepare` turns text into a data folder of tokens."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ class Command:
     """Read files of text, JSON Lines, .csv, .tsv (each also as .gz, .zst or .xz) or .parquet, folders of them, folders
     saved by datasets, OWNER/NAME[:CONFIG[:SPLIT]] of the Hugging Face hub, or python, the text of Python's library."""
     settings: Annotated[PrepareConfig, tyro.conf.OmitArgPrefixes]
-    """These settings say how text becomes tokens."""
+    """Turn text into tokens by these settings."""
     out: str
     """Write this folder; it appears only once it is complete."""
     overwrite: bool = False
@@ -48,11 +48,11 @@ class Command:
 
 
 def parse_words(words: Sequence[str]) -> Command:
-    """Parse the words behind "prepare", the only verb."""
-    verb, *rest = words or ["--help"]
-    if verb not in {"prepare", *HELP}:
-        raise InputError(f"the command must be `saf data prepare`, got {verb!r}")
-    return parse(Command, rest if verb == "prepare" else [verb], prog="saf data prepare")
+    """Parse the words after "prepare", the only subcommand."""
+    first, *rest = words or ["--help"]
+    if first not in {"prepare", *HELP}:
+        raise InputError(f"the command must be `saf data prepare`, got {first!r}")
+    return parse(Command, rest if first == "prepare" else [first], prog="saf data prepare")
 
 
 def _tables(folder: str, index: dict[str, Any]) -> Iterator[Table]:

@@ -1,4 +1,4 @@
-"""`saf doctor`: installed packages, this machine, the backend of frozen heads, and what is missing."""
+"""`saf doctor` shows installed packages, this machine, the backend of frozen heads, and what is missing."""
 
 import os
 import platform

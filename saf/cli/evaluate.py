@@ -1,4 +1,4 @@
-"""`saf evaluate`: held-out perplexity of one model, and its accuracy on zero-shot tasks."""
+"""`saf evaluate` measures the held-out perplexity of one model, and its accuracy on zero-shot tasks."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,4 +1,4 @@
-"""`saf finetune`: train a checkpoint on questions with choices, or on recall, and measure its accuracy."""
+"""`saf finetune` trains a checkpoint on questions with choices, or on recall, and measures its accuracy."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -9,7 +9,7 @@ import tyro
 
 from saf.checkpoint import refers_to_checkpoint
 from saf.cli.parsing import HELP, parse
-from saf.cli.pretrain import HELP_FLAGS_OF_FREEZING, EarlyFlags, TrainFlags, changes_of
+from saf.cli.pretrain import FREEZING_HELP_FIELDS, EarlyFlags, TrainFlags, changes_of
 from saf.data.reading import JSON_LINES, bare_suffix
 from saf.errors import InputError
 from saf.tasks import FinetuneSettings, MQARTask
@@ -58,13 +58,13 @@ class Command(TrainFlags):
 
 
 _OF_TASK = ("batch_size", "updates", "peak_lr")  # known once the task is: their defaults are its
-FIRST = {
+HELP_FIELDS = {
     Command: (
         "data", "out", "parent", "resume", "task", "examples", "epochs", "like", *_OF_TASK,
         "seed", "device", "freeze", "json",
     ),
     FinetuneSettings: ("test", "tokenizer"),
-    **HELP_FLAGS_OF_FREEZING,
+    **FREEZING_HELP_FIELDS,
 }  # fmt: skip
 """The settings that `--help` shows."""
 
@@ -82,13 +82,13 @@ def parse_words(words: Sequence[str]) -> Command:
         early.task = "jsonl"
     if early.out is None or not (early.parent or early.resume):
         if HELP & set(words):
-            shown = [name for name in FIRST[Command] if name not in _OF_TASK]
-            return parse(Command, words, prog="saf finetune", first={**FIRST, Command: shown})
+            shown = [name for name in HELP_FIELDS[Command] if name not in _OF_TASK]
+            return parse(Command, words, prog="saf finetune", help_fields={**HELP_FIELDS, Command: shown})
         raise InputError("finetuning starts from a checkpoint; name it with --parent, and the run's folder with --out")
     base = _base_settings(early, early.out)
     config, examples = _built(TrainConfig, base), _built(FinetuneSettings, base)
     default = replace(Command.of(config), examples=examples)
-    flags = parse(Command, words, prog="saf finetune", default=default, first=FIRST)
+    flags = parse(Command, words, prog="saf finetune", default=default, help_fields=HELP_FIELDS)
     if _is_file(flags.task):
         flags.task, flags.data = "jsonl", flags.task
     changes = changes_of(flags, default) | {"parent": base["parent"]}

@@ -1,4 +1,4 @@
-"""`saf freeze`: the whole recipe on a checkpoint or a model of transformers."""
+"""`saf freeze` runs the whole recipe on a checkpoint or a model of transformers."""
 
 import shlex
 import warnings
@@ -93,7 +93,7 @@ def _lines(title: str, *commands: list[Any]) -> str:
     return "\n".join([title, *(f"  saf {shlex.join(map(str, words))}" for words in commands)])
 
 
-FIRST = {
+HELP_FIELDS = {
     Command: (
         "checkpoint", "config", "out", "data", "sequences", "length",
         "heldout_sequences", "accept_loss", "heal", "device", "json",
@@ -102,4 +102,4 @@ FIRST = {
 }  # fmt: skip
 """The settings that `--help` shows."""
 
-parse_words = partial(parse, Command, prog="saf freeze", first=FIRST)
+parse_words = partial(parse, Command, prog="saf freeze", help_fields=HELP_FIELDS)

@@ -1,4 +1,4 @@
-"""`saf inspect`: the contents of a folder written by `saf`, and whether it is whole."""
+"""`saf inspect` shows the contents of a folder that `saf` wrote, and whether it is whole."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence

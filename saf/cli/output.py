@@ -1,4 +1,4 @@
-"""Output of commands: tables for people or JSON alone for machines, and progress on standard error."""
+"""Commands print through these functions: tables for people or JSON for machines, and progress on standard error."""
 
 import json
 import sys

@@ -32,11 +32,12 @@ from saf.records.files import read_json_value
 from saf.records.run import heads_of_record
 from saf.scores import Score
 
-First = Mapping[Any, Sequence[str]]
-"""The fields of each dataclass that `--help` shows; `--help-all` shows every one, as of a class that is not named."""
+HelpFields = Mapping[Any, Sequence[str]]
+"""The fields that `--help` shows of each dataclass; it shows all fields of one without an entry."""
 HELP = {"-h", "--help", "--help-all"}
 """The words that ask for help."""
 RULES = ConstructorRegistry()
+"""How tyro reads the types in `SPECS`."""
 
 
 def parse(
@@ -45,12 +46,14 @@ def parse(
     *,
     prog: str,
     default: Any = None,
-    first: First | None = None,
+    help_fields: HelpFields | None = None,
     choices: Collection[str] = (),
 ) -> Any:
     """Parse the command of `words`; settings left out take the values of `default`.
 
-    `choices` are names of subcommands, for which the help is shown where `words` has one, as for `schedule:gradual`.
+    `choices` are names of subcommands: the help is that of a subcommand where `words` has one, as for
+    `schedule:gradual`. Without `help_fields`, `--help` shows every setting, as `--help-all` does.
+
     Ends the process after the help, with exit code 0, and for bad arguments, with 2.
     """
     # Cascade: flags of the run may stand behind `schedule:NAME`, too.
@@ -59,14 +62,17 @@ def parse(
         options["default"] = default
     if not HELP & set(words):
         return tyro.cli(command, args=words, **options)
-    shown = {} if "--help-all" in words or first is None else first
+    shown = {} if "--help-all" in words or help_fields is None else help_fields
     text = cleandoc(command.__doc__ or "")
     if shown:
         text += "\n\nMore settings: --help-all."
     # Printed here, with an empty description for tyro, which would fill the lines of the commands, too.
     print("\n\n".join(map(_filled, text.split("\n\n"))) + "\n")
     options["description"] = ""
-    options["config"] += (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)  # help alone: --no-x is still a flag
+    options["config"] += (
+        tyro.conf.FlagCreatePairsOff,
+        tyro.conf.DisallowNone,
+    )  # in the help alone; parsing takes --no-x
     rules = ConstructorRegistry()
     rules.struct_rule(partial(_help_rule, shown))
     # Without the other words: they may be wrong, or flags that a short help lacks.
@@ -82,9 +88,9 @@ def _filled(paragraph: str) -> str:
     return fill(" ".join(paragraph.split()), get_terminal_size().columns)
 
 
-def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | None:
+def _help_rule(shown: HelpFields, info: StructTypeInfo) -> StructConstructorSpec | None:
     """Show the chosen fields of a dataclass, their texts unbroken: tyro breaks them where a docstring's line ends."""
-    if not is_dataclass(info.type) or info.type.__module__.startswith("tyro."):
+    if not is_dataclass(info.type):
         return None
     kind: Any = info.type
     docs = {}
@@ -99,14 +105,14 @@ def _help_rule(first: First, info: StructTypeInfo) -> StructConstructorSpec | No
             default = getattr(info.default, each.name)
         elif default is MISSING:
             default = tyro.MISSING if each.default_factory is MISSING else each.default_factory()
-        if each.name not in first.get(kind, [each.name]):
+        if each.name not in shown.get(kind, [each.name]):
             hint = Annotated[hint, tyro.conf.Suppress]
         elif default is tyro.MISSING or default is None or default in ((), {}, ""):
             # Not "(default: None)": the text of such a setting says what happens without it.
             behaviour = "(required)" if default is tyro.MISSING else "(optional)"
             hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=behaviour)]
         text = docs.get(each.name)
-        if (names := each.metadata.get("one_of")) and not first:  # of a registry
+        if (names := each.metadata.get("one_of")) and not shown:  # a registry's names are long: --help-all alone
             text = f"{text} One of {', '.join(names)}."
         members.append(StructFieldSpec(each.name, hint, default, text))
     return StructConstructorSpec(kind, tuple(members))
@@ -132,7 +138,7 @@ def read_heads(words: Sequence[str]) -> tuple[Head, ...]:
         if re.fullmatch(r"\d+:\d+", word):
             layer, head = map(int, word.split(":"))
             heads.append((layer, head))
-        elif path.suffix == ".jsonl" or path.is_dir():  # heads that stand at the end: undone ones are left out
+        elif path.suffix == ".jsonl" or path.is_dir():  # the heads edited at its end, without undone ones
             heads += [(layer, head) for layer, head in heads_of_record(path)]
         elif path.is_file():
             content = read_json_value(path)
@@ -147,14 +153,14 @@ def read_heads(words: Sequence[str]) -> tuple[Head, ...]:
 
 
 def _read_options(words: Sequence[str]) -> dict[str, Any]:
-    """Read pairs of a name and JSON, or text where it is none."""
+    """Read pairs of a name and a value."""
     if len(words) % 2:
         raise ValueError(f"expected pairs of NAME VALUE, got {' '.join(words)}")
     return {name: _value(word) for name, word in zip(words[::2], words[1::2], strict=True)}
 
 
 def _value(word: str) -> Any:
-    # Numbers, booleans and lists by JSON; names need no quotes.
+    # Numbers, booleans and lists are JSON; other words are text, and need no quotes.
     try:
         return json.loads(word)
     except ValueError:
@@ -198,7 +204,7 @@ SPECS: dict[Any, PrimitiveConstructorSpec[Any]] = {
         str_from_instance=lambda name: [name],
     ),
 }
-"""How types are read and shown that tyro does not know, or reads otherwise."""
+"""How to read and show types that tyro does not know, and numbers, which tyro would not read in percent."""
 
 
 @RULES.primitive_rule

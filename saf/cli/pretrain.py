@@ -1,4 +1,4 @@
-"""`saf pretrain`: train one arm, ordinary, frozen or pruned. `saf finetune` shares its flags and its result table."""
+"""`saf pretrain` trains one arm, ordinary, frozen or pruned. `saf finetune` shares its flags and its result table."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -26,12 +26,8 @@ from saf.train.config import recorded_config
 # tyro makes flags only where the default is an instance: with None there would be no `--freeze.*`.
 NOTHING_FROZEN = FreezeConfig(rate=0.0)
 """The default of `--freeze.*`, by which no head freezes."""
-HELP_FLAGS = (
-    "data", "out", "parent", "resume", "model", "length", "batch_size", "accumulation", "updates", "peak_lr",
-    "seed", "device", "freeze", "schedule", "json",
-)  # fmt: skip
-HELP_FLAGS_OF_FREEZING = {FreezeConfig: ("rate", "score", "operation")}
-"""The flags that `--help` shows; `--help-all` shows every one."""
+FREEZING_HELP_FIELDS = {FreezeConfig: ("rate", "score", "operation")}
+"""The settings of `--freeze.*` that `--help` shows."""
 
 
 @dataclass(kw_only=True)
@@ -100,6 +96,16 @@ class Command(TrainFlags):
         return pretrain(self.config, resume=self.resume)
 
 
+HELP_FIELDS = {
+    Command: (
+        "data", "out", "parent", "resume", "model", "length", "batch_size", "accumulation", "updates", "peak_lr",
+        "seed", "device", "freeze", "schedule", "json",
+    ),
+    **FREEZING_HELP_FIELDS,
+}  # fmt: skip
+"""The settings that `--help` shows."""
+
+
 def parse_words(words: Sequence[str]) -> Command:
     """Return the command; settings left out come from the parent, or from the run to resume.
 
@@ -120,13 +126,11 @@ def parse_words(words: Sequence[str]) -> Command:
         default = Command.of(build())
     elif early.resume and not early.data:
         raise InputError(f"{early.out} holds no run to resume; check --out, or start a new run with --data")
-    first = {Command: HELP_FLAGS, **HELP_FLAGS_OF_FREEZING}
-    flags = parse(Command, words, prog="saf pretrain", default=default, first=first)
+    flags = parse(Command, words, prog="saf pretrain", default=default, help_fields=HELP_FIELDS)
     changes = changes_of(flags, default)
     if flags.parent and default.parent and refers_to_checkpoint(flags.parent, default.parent):
-        changes.pop(
-            "parent", None
-        )  # the same one by another path; a run that began at another one refuses it when it starts
+        # The same checkpoint by another path. A run that began at another one refuses it when it starts.
+        changes.pop("parent", None)
     # Only the changes: `flags` has `NOTHING_FROZEN` where the config of an ordinary arm has None.
     flags.config = build(**changes)
     return flags

@@ -1,4 +1,4 @@
-"""`saf report`: one self-contained page about runs, or about a Hugging Face model with frozen heads."""
+"""`saf report` writes a self-contained page about runs, or about a Hugging Face model with frozen heads."""
 
 from dataclasses import dataclass
 from functools import partial

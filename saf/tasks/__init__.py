@@ -1,4 +1,4 @@
-"""What runs train on and models are measured by, a kind of task a file."""
+"""`TASKS` lists the tasks that runs train on and models are measured by; each kind of task has a file."""
 
 from collections.abc import Callable
 
@@ -12,7 +12,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     MQARTask.name: MQARTask,
     **dict.fromkeys(EXAMPLE_FORMATS, FinetuneTask),  # one task for each format of files of examples
 }
-"""What opens a task, by its name: called with a run's settings and `length=`, the tokens of a sequence."""
+"""The class of each task by name; it is called with a run's settings and `length=`, the tokens of a sequence."""
 
 __all__ = [
     "TASKS",
