@@ -108,7 +108,7 @@ LATER_REPORT = {"paper": {"report_tokens": 4_997_120}}
 LATER_SCALED = {"small": {"peak_lr": 1e-4}, **LATER_REPORT}  # small runs end with a tenth of 1e-3
 ONE_BILLION = {
     # 524,288 tokens an update, as four GPUs with eight micro-batches of two windows each.
-    "model": "1b", "batch_size": 2, "accumulation": 32, "updates": 37_512,
+    "model": "1b", "batch_size": 2, "accumulation": 32, "updates": 37_512, "sampler": "shuffled",
     "peak_lr": 3e-4, "min_lr_ratio": 0.1, "warmup": 375,
     "eval_every": 1_000, "save_every": 500, "calibration_sequences": 16, "report_tokens": 4_194_304,
 }  # fmt: skip
@@ -285,8 +285,9 @@ def _freeze_times() -> Iterator[Arm]:
         branch = partial(Arm, parent="4k-ordinary", at=at)
         yield branch(name=f"4k-mean-25-at-{percent(at)}", settings=freeze(0.25))
         yield branch(name=f"4k-structured-random-25-at-{percent(at)}", settings=random)
-    early, trunk = "4k-mean-25-at-25", control_trunk("4k")
-    yield Arm(name=f"{early}-control", parent=trunk, at=0.25, settings=freeze(0.25), scaled=STRICT, stand_in=early)
+    for at in (0.25, 1.0):
+        name, control = f"4k-mean-25-at-{percent(at)}", partial(Arm, parent=control_trunk("4k"), scaled=STRICT)
+        yield control(name=f"{name}-control", at=at, settings=freeze(0.25), stand_in=name)
 
 
 PATTERNS: dict[str, Settings] = {

@@ -59,6 +59,8 @@ class OneHead(ModelAnalysis):
     """Sequences for the scores that read outputs; 0 leaves these scores out."""
     max_fit_kl: float = 0.2
     """Largest fit KL of a head that counts, nats per row."""
+    fitter: str = FreezeConfig.fitter
+    """Fitter of the patterns."""
     rates: tuple[float, ...] = (0.25, 0.5)
     """Shares of all heads whose mean cost is shown."""
 
@@ -71,7 +73,7 @@ class OneHead(ModelAnalysis):
         scores = available_scores(opened, ids, statistics, self.heldout_sequences)
         meter = CostMeter(opened.model, opened.windows(self.windows), batch_size=self.batch_size)
         live = HeadSet((layer, head) for layer, head in statistics.measured.nonzero().tolist())
-        config = FreezeConfig(max_fit_kl=self.max_fit_kl, storage="compact")
+        config = FreezeConfig(max_fit_kl=self.max_fit_kl, storage="compact", fitter=self.fitter)
         # One pass of calibration serves the fits of all heads; they are installed one by one.
         fits = fit_heads(opened.model, ids, statistics, live, config, Stopwatch())
         by_window, fit_kl = one_head_costs(meter, fits, config.backend, tuple(statistics.variance.shape))
@@ -238,6 +240,8 @@ class JointCost(ModelAnalysis):
     """Windows of the controller partition to measure on."""
     skip: int = 0
     """Windows at the beginning of the partition to leave out, which another analysis measured on."""
+    fitter: str = FreezeConfig.fitter
+    """Fitter of the patterns."""
 
     def analyse(self, opened: ModelWithData) -> dict[str, Any]:
         """Return the changes of perplexity; `difference` is the second set's relative to the first's.
@@ -249,7 +253,7 @@ class JointCost(ModelAnalysis):
         both = sets["first"] | sets["second"]
         measurable_heads(adapter_for(opened.model), both)  # raises for heads that cannot be frozen
         ids, windows = opened.calibration(), opened.windows(self.skip + self.windows)[self.skip :]
-        statistics, config = calibrate(opened.model, ids), FreezeConfig(storage="compact")
+        statistics, config = calibrate(opened.model, ids), FreezeConfig(storage="compact", fitter=self.fitter)
         fits = fit_heads(opened.model, ids, statistics, both, config, Stopwatch())
         meter = CostMeter(opened.model, windows, batch_size=self.batch_size)
         patterns = {head: each.pattern for head, each in fits.items() if each.pattern is not None}

@@ -88,6 +88,8 @@ class ZeroShot(RunsModel):
     """Also prune the heads of each frozen arm, and freeze those by joint cost in linear time."""
     max_fit_kl: float = FreezeConfig.max_fit_kl
     """Largest KL of an accepted fit, nats per row."""
+    fitter: str = FreezeConfig.fitter
+    """Fitter of the compact patterns."""
     sequences: int = 512
     """Number of calibration sequences."""
     calibration_seed: int = 0
@@ -118,7 +120,7 @@ class ZeroShot(RunsModel):
             if score == "random":
                 choice["seed"] = self.calibration_seed
             if "operation" not in choice:
-                choice |= {"storage": "compact", "max_fit_kl": self.max_fit_kl}
+                choice |= {"storage": "compact", "max_fit_kl": self.max_fit_kl, "fitter": self.fitter}
             config = FreezeConfig(**choice)
             arms.append(self._arm(head, score, rate, config))
             # Controls have the heads of their frozen arm.

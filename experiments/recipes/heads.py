@@ -3,15 +3,17 @@
 from experiments import paper
 from experiments.measurements import DATA, QUESTIONS, Measurement, Number, checkpoint, record_of, run_of
 from experiments.recipe import Recipe, rows
+from saf.freeze_config import FreezeConfig
 
 RECIPES: dict[str, Recipe] = {}
 MIDPOINT = (checkpoint("4k-ordinary", 0.5),)
+_PAPERS_FITTER, _OWN_FITTER = {"fitter": "adam"}, {"fitter": FreezeConfig.fitter}
+"""Settings at the paper's scale and at the small one, as those of their runs."""
 PROFILES = "experiments.analyses profiles"
 STABILITY = "experiments.analyses stability"
 
 # --- single heads: tab:selector-diagnostic, partial correlations, fig:head-selection-profiles (a, c, d)
 
-_SELECTED_HEADS = {"selected": run_of("4k-mean-25")}
 _CALIBRATION_TEXT = "profiles on the calibration text"
 
 RECIPES["one_head"] = Recipe(
@@ -23,15 +25,22 @@ RECIPES["one_head"] = Recipe(
             "one head",
             "experiments.analyses one-head",
             MIDPOINT,
-            {"sequences": 32, "windows": 16, "heldout_sequences": 16},
+            {"sequences": 32, "windows": 16, "heldout_sequences": 16, **_PAPERS_FITTER},
+            small=_OWN_FITTER,
             smoke={"max_fit_kl": 10.0},
         ),
-        Measurement("profiles", PROFILES, MIDPOINT, {**_SELECTED_HEADS, "windows": 128}),
+        # The paper counts and profiles the heads of its three control runs, and costs those of the first quality run.
+        Measurement(
+            "profiles",
+            PROFILES,
+            (checkpoint("4k-control-ordinary", 0.5),),
+            {"selected": run_of("4k-mean-25-control"), "windows": 128},
+        ),
         Measurement(
             _CALIBRATION_TEXT,
             PROFILES,
             MIDPOINT,
-            {**_SELECTED_HEADS, "windows": 16, "text": "calibration"},
+            {"selected": run_of("4k-mean-25"), "windows": 16, "text": "calibration"},
             smoke={"sequences": 4},
         ),
         Measurement(
@@ -69,7 +78,9 @@ RECIPES["joint_cost"] = Recipe(
                 "sequences": 32,
                 "windows": 16,
                 "skip": 16,
+                **_PAPERS_FITTER,
             },
+            small=_OWN_FITTER,
             smoke={"skip": 2},
             numbers=(
                 Number("residual cosine at once, %", ("first", "delta_ppl_percent"), "+4.136%", signed=True),
@@ -81,7 +92,11 @@ RECIPES["joint_cost"] = Recipe(
     notes=("The difference is from the perplexity with variance after the same continuation.",),
 )
 
-_SELECTED = {"at 25%": "4k-mean-25-at-25", "at 50%": "4k-mean-25", "at the end": "4k-mean-25-at-100"}
+_SELECTED = {
+    "at 25%": "4k-mean-25-at-25-control",
+    "at 50%": "4k-mean-25-control",
+    "at the end": "4k-mean-25-at-100-control",
+}
 
 
 def _overlap(name: str, first: str, second: str, quoted: dict[str, str]) -> Measurement:
@@ -102,7 +117,8 @@ def _profiled(moment: str, at: float, quoted: str | None = None) -> Measurement:
     settings = {"windows": 128} | ({"later": record_of("profiles at the end")} if quoted else {})
     title = f"rank correlation on common windows, {moment} and at the end"
     numbers = (Number(title, ("variance_ranks",), quoted),) if quoted else ()
-    return Measurement(f"profiles {moment}", PROFILES, (checkpoint("4k-ordinary", at),), settings, numbers=numbers)
+    ordinary = checkpoint("4k-control-ordinary", at)
+    return Measurement(f"profiles {moment}", PROFILES, (ordinary,), settings, numbers=numbers)
 
 
 RECIPES["stability"] = Recipe(
@@ -230,8 +246,9 @@ RECIPES["qwen_zeroshot"] = Recipe(
                 "rates": (0.1, 0.2, 0.3),
                 "sequences": 512,
                 "task_data": QUESTIONS,
+                **_PAPERS_FITTER,
             },
-            small={"sequences": 128, "questions": 500},
+            small={"sequences": 128, "questions": 500, **_OWN_FITTER},
             smoke={
                 "on": (checkpoint("4k-ordinary", 1.0),),
                 "data": DATA,

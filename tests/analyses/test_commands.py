@@ -76,6 +76,8 @@ def test_joint_cost_of_heads_in_a_file_and_of_a_set_with_itself(run, arms):
     assert record["heads"][0] == read_events(arms[1])[0].heads
     same = run("joint-cost", *words, "--first", "0:0", "1:1", "--second", "1:1", "0:0")
     assert (same["difference"]["delta_ppl_percent"], same["overlap"]) == (0, 2)
+    adam = run("joint-cost", *words, "--first", "0:0", "1:1", "--second", "1:1", "0:0", "--fitter", "adam")
+    assert adam["first"] != same["first"]
 
 
 def test_profiles_of_selected_heads_over_seeds(run, arms, measured):

@@ -152,6 +152,22 @@ def test_every_arm_has_settings_that_a_run_takes(name):
             assert 0 < memory < 1e11
 
 
+@pytest.mark.parametrize(
+    ("arm", "expected"),
+    [
+        ("4k-mean-25", {"sampler": "random", "batch_size": 2, "accumulation": 60, "report_tokens": 2_449_408}),
+        ("16k-mean-50", {"sampler": "random", "batch_size": 1, "accumulation": 30, "calibration_sequences": 16}),
+        ("4k-mean-25-control", {"sampler": "shuffled", "batch_size": 8, "calibration_source": "calibration"}),
+        ("later-mean-25", {"sampler": "shuffled", "peak_lr": 6e-5, "lr_start": 5_000, "report_tokens": 4_997_120}),
+        ("1b-mean-25", {"sampler": "shuffled", "calibration_source": "train", "report_tokens": 4_194_304}),
+    ],
+)
+def test_the_paper_scale_has_the_papers_settings(arm, expected):
+    run = plan([(arm, 1337)], scale_named("paper"), Path())[arm, 1337]
+    assert expected.items() <= run.settings.items()
+    assert run.changes["freeze"]["fitter"] == "adam"
+
+
 def test_a_dry_run_lists_tokens_and_makes_nothing(tmp_path, capsys):
     words = ["contexts", "--scale", "paper", "--seeds", "1337", "--dry-run", "--out", str(tmp_path)]
     assert main(words) == 0
