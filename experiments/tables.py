@@ -62,6 +62,10 @@ class Comparison:
         """Return by how many percent perplexity is above the reference's."""
         return 100.0 * np.expm1(self.own("loss") - self.reference("loss"))
 
+    def difference(self) -> Any:
+        """Return by how many points its change is above that of the arm in `against`."""
+        return self.change() - self.of(self.row.against).change()
+
     def extra_tokens(self) -> Any:
         """Return how many percent more tokens the arm has than its reference, by their updates."""
         return 100.0 * (self.own("updates") / self.reference("updates") - 1.0)
@@ -105,7 +109,8 @@ METRICS = {
     # perplexity: the row's own, then compared with other arms
     "perplexity": Metric("perplexity", 3),
     "delta": Metric("change (%)", 3, True, Comparison.change),
-    "difference": Metric("difference (points)", 3, True, lambda c: c.change() - c.of(c.row.against).change()),
+    "difference": Metric("difference (points)", 3, True, Comparison.difference),
+    "difference_seeds": Metric("difference by seed (points)", 3, True, Comparison.difference, every_seed=True),
     "perplexity_difference": Metric(
         "difference (%)", 3, True, lambda c: 100.0 * np.expm1(c.own("loss") - c.against("loss"))
     ),

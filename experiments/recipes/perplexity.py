@@ -288,7 +288,7 @@ RECIPES["matched_time"] = Recipe(
     ),
     metrics=split_words("""
         perplexity delta measured_time extra_tokens tokens estimate_at_paper_gain estimate_at_measured_gain token_gain
-        difference updates minutes intervention compilation context_gain heads
+        difference difference_seeds updates minutes intervention compilation context_gain heads
     """),
     headline=("delta", "extra_tokens", "tokens", "estimate_at_paper_gain", "difference"),
     figures=(
