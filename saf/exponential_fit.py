@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import conv1d, pad
 
 from saf.errors import InputError
-from saf.fit import check_targets, fit_loss, fit_proportional, with_ridge
+from saf.fit import consistent_targets, fit_loss, fit_proportional, with_ridge
 from saf.lbfgs import minimize
 from saf.patterns import CompactPattern, DampedCosines, ExponentialPattern
 
@@ -82,7 +82,7 @@ def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs:
     """
     if band < 1 or pairs < len(_DECAYS):
         raise InputError(f"band must be at least 1 and pairs at least {len(_DECAYS)}, got {band} and {pairs}")
-    eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
+    eta_abs, eta_rel = consistent_targets(eta_abs, eta_rel)
     shape, length = eta_abs.shape, eta_abs.shape[-1]
     targets = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
     alpha, rho, _ = fit_proportional(*targets)
@@ -117,7 +117,7 @@ def fit_exponential_heads(
     def accepted(fit: ExponentialFit, max_kl: float) -> bool:
         return fit.extra_kl <= max_kl and fit.cancellation <= max_cancellation
 
-    targets = check_targets(eta_abs, eta_rel)
+    targets = consistent_targets(eta_abs, eta_rel)
     compact = compact.to(dtype=torch.float64, device=targets[0].device).canonical()
     best: dict[int, ExponentialFit] = {}
     pending = list(range(len(compact)))

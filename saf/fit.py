@@ -2,7 +2,7 @@
 
 `fit_kl` measures what a fit loses. exponential_fit.py starts from these fits.
 
-A fitter takes targets `[N, T]` of `check_targets` and keyword options; it returns alpha and rho `[N, T]` and the
+A fitter takes targets `[N, T]` of `consistent_targets` and keyword options; it returns alpha and rho `[N, T]` and the
 number of its steps `[N]`. `fit_proportional` is the default, `fit_adam` the paper's, `fit_dense` the oracle of both.
 """
 
@@ -48,7 +48,7 @@ def fit_with_certificate(
 ) -> tuple[CompactPattern, "Certificate"]:
     """Return the patterns of `fit_compact`, and the distance of each fitted marginal from its target."""
     check_fitter(fitter, options)
-    eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
+    eta_abs, eta_rel = consistent_targets(eta_abs, eta_rel)
     shape, length = eta_abs.shape, eta_abs.shape[-1]
     alpha, rho, steps = FITTERS[fitter](eta_abs.reshape(-1, length), eta_rel.reshape(-1, length), **options)
     pattern = CompactPattern.from_parameters(alpha.reshape(shape), rho.reshape(shape)).canonical()
@@ -114,7 +114,7 @@ def fit_kl(pattern: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, row_entrop
     if pattern.alpha.shape != eta_abs.shape or row_entropy.shape != pattern.shape:
         got = f"{list(pattern.alpha.shape)}, {list(eta_abs.shape)} and {list(row_entropy.shape)}"
         raise InputError(f"expected a pattern [..., T], marginals [..., T] and row entropy [...]; got {got}")
-    eta_abs, eta_rel = check_targets(eta_abs, eta_rel)
+    eta_abs, eta_rel = consistent_targets(eta_abs, eta_rel)
     loss = fit_loss(pattern.alpha.double(), pattern.rho.double(), pattern.log_z.double(), eta_abs, eta_rel)
     return loss - row_entropy.double()  # Eq. (S.7)
 
@@ -127,7 +127,7 @@ def fit_loss(alpha: Tensor, rho: Tensor, log_z: Tensor, eta_abs: Tensor, eta_rel
 # --- targets
 
 
-def check_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
+def consistent_targets(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor]:
     """Return the two marginals `[..., T]` in float64 with rounding errors of their sums removed.
 
     Marginals of one causal T x T pattern with rows that sum to one each sum to T. A query's position is its key's plus

@@ -1,7 +1,7 @@
 """Heads and patterns drawn at random in the shape of trained ones, for benchmarks and tests that train nothing.
 
-`drawn_heads` freezes as many heads of each layer as selection does; `synthetic_patterns` are compact patterns,
-`exponential_patterns` those of linear time.
+`draw_heads` chooses as many heads of each layer as selection does; `draw_patterns` draws their patterns, compact ones
+(`synthetic_patterns`) or those of linear time (`exponential_patterns`).
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from saf.patterns import CompactPattern, ExponentialPattern
 MEASURED_SHARES = np.array((8, 7, 3, 5, 2, 4, 2, 2, 1, 2, 0, 0)) / 12
 """Share of each layer's heads that variance selection takes at 25% in a trained 124M model with rotary positions."""
 SMALLEST_SHARE = 0.01
-"""A layer with no head or all heads taken counts as this: its log odds are finite then."""
+"""A layer of which selection takes no head, or all, counts as this far from 0 or 1: its log odds are then finite."""
 
 
 def heads_per_layer(*, num_layers: int, num_heads: int, rate: float) -> list[int]:
@@ -49,18 +49,18 @@ def heads_per_layer(*, num_layers: int, num_heads: int, rate: float) -> list[int
     return whole.tolist()
 
 
-def drawn_heads(num_layers: int, num_heads: int, *, rate: float, seed: int) -> HeadSet:
-    """Draw heads of every layer, as many as `heads_per_layer` says."""
+def draw_heads(num_layers: int, num_heads: int, *, rate: float, seed: int) -> HeadSet:
+    """Draw the heads of every layer at random, in the counts of `heads_per_layer`."""
     generator = torch.Generator().manual_seed(seed)
     counts = heads_per_layer(num_layers=num_layers, num_heads=num_heads, rate=rate)
-    drawn = [torch.randperm(num_heads, generator=generator)[:count].tolist() for count in counts]
-    return HeadSet((layer, head) for layer, some in enumerate(drawn) for head in some)
+    by_layer = [torch.randperm(num_heads, generator=generator)[:count].tolist() for count in counts]
+    return HeadSet((layer, head) for layer, heads in enumerate(by_layer) for head in heads)
 
 
 # --- their patterns
 
 
-def drawn_patterns(backend: str | None, count: int, length: int, seed: int, device: torch.device) -> Any:
+def draw_patterns(backend: str | None, count: int, length: int, seed: int, device: torch.device) -> Any:
     """Draw patterns for a backend: exponential ones for "linear", compact ones for others."""
     generator = torch.Generator().manual_seed(seed)
     if backend == "linear":
@@ -86,7 +86,7 @@ def synthetic_patterns(
 
 
 BAND, PAIRS = 128, 16
-"""Distances with a weight of their own, and damped cosines, of drawn exponential patterns: the defaults of the fit."""
+"""Width of the band and number of damped cosines of drawn exponential patterns: the defaults of `fit_exponential`."""
 
 
 def exponential_patterns(count: int, length: int, generator: torch.Generator) -> ExponentialPattern:

@@ -30,7 +30,7 @@ from saf.heads import HeadLayout
 from saf.machine import Call, GraphPool, GraphReplay, wait_for
 from saf.ops import FrozenHeads, attention_parts, frozen_attention, live_attention
 from saf.patterns import Pattern, pattern_for_each_head
-from saf.synthetic import drawn_patterns
+from saf.synthetic import draw_patterns
 
 TOLERANCE = {torch.bfloat16: 4.5e-3, torch.float16: 1e-3, torch.float32: 1e-6, torch.float64: 1e-12}
 """Largest relative L2 error of frozen heads and of their values' gradients, inputs being in the dtype already."""
@@ -151,7 +151,7 @@ class Layer:
             return lambda query, key, value: (live_attention(query, key, value, kernel=arm.kernel),)
         if arm.kernel == "flex":
             raise UnsupportedError("flex is measured for ordinary attention only")
-        self.pattern = drawn_patterns(arm.backend, layout.num_frozen, self.shape[1], self.settings.seed, self.device)
+        self.pattern = draw_patterns(arm.backend, layout.num_frozen, self.shape[1], self.settings.seed, self.device)
         kv_head = layout.kv_head if layout.num_live or layout.grouped else None
         frozen = FrozenHeads.from_patterns(
             self.pattern, backend=arm.backend, dtype=self.dtype, device=self.device, kv_head=kv_head

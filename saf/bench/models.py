@@ -48,7 +48,7 @@ from saf.patterns import Pattern
 from saf.prefill import LastToken
 from saf.records.run import is_transformers_model
 from saf.surgery import finalize_, install_, patterns_of, prune_, uninstall_
-from saf.synthetic import drawn_heads, drawn_patterns
+from saf.synthetic import draw_heads, draw_patterns
 from saf.train.step import Parallel, Updater, build_optimizer, micro_batches_per_rank, parallel_of
 
 # --- shapes
@@ -104,7 +104,7 @@ class ModelPlan:
         if arm.backend is None:
             return HeadSet(), HeadSet()
         if self.frozen is None:
-            edited = drawn_heads(self.shape.num_layers, self.shape.num_heads, rate=arm.rate, seed=self.seed)
+            edited = draw_heads(self.shape.num_layers, self.shape.num_heads, rate=arm.rate, seed=self.seed)
         else:
             edited = HeadSet(self.frozen) | self.pruned
         # Heads pruned in the folder stay pruned in these arms; the arm "pruned" prunes its frozen heads, too.
@@ -137,7 +137,7 @@ class ModelPlan:
             finalize_(model)  # without the removed rows, whose memory a trained model would not have
         if len(frozen):
             if self.frozen is None:
-                patterns: Any = drawn_patterns(arm.backend, len(frozen), self.length, self.seed, self.device)
+                patterns: Any = draw_patterns(arm.backend, len(frozen), self.length, self.seed, self.device)
             else:
                 patterns = [self.frozen[head] for head in frozen]
             install_(model, frozen, patterns, backend=str(arm.backend))

@@ -2,8 +2,8 @@
 
 The files in the order of a calibration: sequences.py reads the batches once; capture.py plans how many layers' queries
 and keys memory holds, runs the model and copies them; measure.py sums a layer's statistics over strips of query rows,
-kernels.py (Triton) over tiles. Both are exact and hold no T x T array. A `Collector` of measure.py adds those that
-`calibrate(collect=...)` names. score_inputs.py measures what else scores read.
+kernels.py (Triton) over tiles. Both are exact and hold no T x T array. A `Collector` of measure.py adds the
+tensors that `calibrate(collect=...)` names. score_inputs.py measures other inputs of scores: gradients, outputs, gates.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -63,8 +63,9 @@ def calibrate(
         UnsupportedError: Heads of a layer that stays ordinary, or a model with no other layers.
         DivergenceError: Queries or keys that are not finite.
     """
-    options = {"heads": heads, "positions": positions, "capture_bytes": capture_bytes}
-    plan = plan_calibration(model, batches, collect=collect, **options)
+    plan = plan_calibration(
+        model, batches, collect=collect, heads=heads, positions=positions, capture_bytes=capture_bytes
+    )
     adapter, sequences, timer = plan.adapter, plan.sequences, timer or Stopwatch()
     sites, layers, done = adapter.sites(), sum(map(len, plan.groups)), 0
     # NaN marks heads that were not measured, here as in every score.

@@ -65,9 +65,9 @@ EXTRAS = {
 }
 """The extra of this package (pyproject.toml) that installs each package that commands need."""
 RESUME = ". Checkpoints stay: go on with the same command and --resume"
-LATER_SECONDS = 10
-"""How long later processes of `torchrun` leave an error to the first one. Once that has printed it and ended,
-`torchrun` ends them; an error that the first one does not have they print after this time."""
+RANK0_SECONDS = 10
+"""Seconds for which other ranks leave an error to rank 0. Once rank 0 has printed it and ended, `torchrun` ends them;
+they print an error that rank 0 does not have after this time."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 """The exit code of tyro, and of most programs, for bad arguments; and that of shells for SIGINT."""
 
@@ -84,8 +84,8 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a pipe that was closed is noticed here rather than at Python's exit
         return code
     except SafError as error:
-        if not _prints(error):  # the first process prints and ends, and torchrun then ends this one in its sleep
-            time.sleep(LATER_SECONDS)
+        if not _prints(error):  # rank 0 prints and ends, and torchrun then ends this one in its sleep
+            time.sleep(RANK0_SECONDS)
         print(f"saf {name}: {_settings_as_flags(str(error), name)}", file=sys.stderr)
         _end_in_group(EXIT_ERROR)
         return EXIT_ERROR
@@ -152,8 +152,8 @@ def _settings_as_flags(text: str, name: str) -> str:
 
 
 def _parse(module: Any, words: Sequence[str]) -> Any:
-    """Return the command of these words; of several processes that refuse them, the first one says why."""
-    if not _is_later_process():
+    """Return the command of these words; of several processes that refuse them, the first of each machine says why."""
+    if _is_first_on_machine():
         return module.parse_words(words)
     shown = io.StringIO()  # tyro prints the help and its refusals itself
     try:
@@ -161,24 +161,24 @@ def _parse(module: Any, words: Sequence[str]) -> Any:
             return module.parse_words(words)
     except SystemExit as stop:
         if stop.code:
-            time.sleep(LATER_SECONDS)
+            time.sleep(RANK0_SECONDS)
             print(shown.getvalue(), file=sys.stderr)
         raise
 
 
 def _prints(error: SafError) -> bool:
-    """Return whether this process prints an error at once; of several processes that share it, the first one does."""
+    """Return whether this process prints an error at once; of ranks that share it, rank 0 does."""
     if "torch" in sys.modules:  # a command that failed before it needed PyTorch is in no group
         from saf.distributed import is_rank0, is_shared, rank_and_size
 
         if rank_and_size()[1] > 1:
             return is_rank0() or not is_shared(error)
-    return not _is_later_process()
+    return _is_first_on_machine()
 
 
-def _is_later_process() -> bool:
-    """Return whether `torchrun` started this process on a machine after its first one."""
-    return "TORCHELASTIC_RUN_ID" in os.environ and os.environ["LOCAL_RANK"] != "0"
+def _is_first_on_machine() -> bool:
+    """Return whether this process is alone, or the first that `torchrun` started on its machine."""
+    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
 
 
 def _end_in_group(code: int) -> None:

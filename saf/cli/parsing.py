@@ -69,10 +69,8 @@ def parse(
     # Printed here, with an empty description for tyro, which would fill the lines of the commands, too.
     print("\n\n".join(map(_filled, text.split("\n\n"))) + "\n")
     options["description"] = ""
-    options["config"] += (
-        tyro.conf.FlagCreatePairsOff,
-        tyro.conf.DisallowNone,
-    )  # in the help alone; parsing takes --no-x
+    # In the help alone: parsing takes --no-x all the same.
+    options["config"] += (tyro.conf.FlagCreatePairsOff, tyro.conf.DisallowNone)
     rules = ConstructorRegistry()
     rules.struct_rule(partial(_help_rule, shown))
     # Without the other words: they may be wrong, or flags that a short help lacks.

@@ -27,7 +27,7 @@ from saf.models.frozen_layout import LayoutMixin
 from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
 from saf.ops.frozen_heads import beyond_patterns
 from saf.ops.linear import RecurrentState
-from saf.ops.tensors import CachePosition, cached_order, device_assert, first_real, join_heads, left_padding
+from saf.ops.tensors import CachePosition, cached_order, device_assert, first_real_position, join_heads, left_padding
 
 NAME = "saf"
 """The name of `attend` and `padding_mask` in transformers' registries, and of a layer's submodule with its state."""
@@ -73,7 +73,7 @@ def attend(
             receiver(query, key)
     if mask.documents is None and module.layer_idx == 0:  # once a pass, as it may synchronise with the device
         check_positions(mask, position_ids, cu_seq_lens_q, len(value))
-    left_pad = None if mask.padding is None else first_real(mask.padding)
+    left_pad = None if mask.padding is None else first_real_position(mask.padding)
     visible = None if mask.positions is None else mask.positions.visible
     live = {"left_pad": left_pad, "scale": scaling, "visible": visible, "window": sliding_window, "soft_cap": softcap}
     frozen = {"left_pad": left_pad, "cache_position": mask.positions, "state": recurrent}

@@ -145,7 +145,7 @@ MOST_ROWS, MOST_WEIGHTS = 128, 1 << 26
 
 
 def _stored_weights(tables: Tables, query: Tensor, key: Tensor, _: Tensor) -> Tensor:
-    """Return stored weights `[F, B or 1, count, T]`; arguments are positions of `CachePosition.in_pattern`."""
+    """Return stored weights `[F, B or 1, count, T]`; positions are those of `CachePosition.positions_in_pattern`."""
     return tables["weights"][:, query[:, :, None], key[:, None, :]]
 
 
@@ -169,7 +169,7 @@ def _row_product(
         most = max(1, min(most, MOST_WEIGHTS // weights_of_row))
     for row in range(0, max(1, position.count), most):  # one empty block where there are no queries
         block = CachePosition(position.first + row, min(most, position.count - row), position.left_pad)
-        query, key, lag, seen = block.in_pattern(value.shape[-2], value.device)
+        query, key, lag, seen = block.positions_in_pattern(value.shape[-2], value.device)
         # `masked_fill`, not a product with the mask: weights of positions that no query sees may be infinite.
         weights = weights_at(tables, query, key, lag).transpose(0, 1).masked_fill(~seen[:, None], 0).to(value.dtype)
         parts.append(_weighted_sum(weights, value, heads))

@@ -210,7 +210,7 @@ def linear_tables(exact: ExactTables, dtype: torch.dtype) -> tuple[LinearTables,
     exp(alpha): rows of what is executed sum to one. Raises UnsupportedError for a pattern whose sums `dtype` cannot
     hold.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(dtype, torch.float32)
     near, write, read, turns = exact.tables
     rounded = LinearTables(near.to(dtype), write.to(dtype), read.to(dtype), turns.to(wide))
     sums = _row_sums(rounded, exact.keys.to(dtype).double())
@@ -290,7 +290,7 @@ class RecurrentState(NamedTuple):
         """Return the state before the first of `value [B, H_kv, rows, D]`; `sizes` are F, N, C and 2P."""
         heads, num_tiles, chunk, poles = sizes
         batch, _, _, dim = value.shape
-        wide = torch.float64 if value.dtype == torch.float64 else torch.float32
+        wide = torch.promote_types(value.dtype, torch.float32)
         ring = value.new_zeros(batch, heads, num_tiles + 1, chunk, dim)
         return cls(ring, value.new_zeros(batch, heads, 2, poles, dim, dtype=wide), value)
 

@@ -78,10 +78,10 @@ def join_heads(*parts: Tensor) -> Tensor:
     if len(parts) == 1:
         return parts[0]
     # Without gradients no custom function: compilers then see a plain concatenation.
-    return _Join.apply(*parts) if torch.is_grad_enabled() else _joined(*parts)
+    return _Join.apply(*parts) if torch.is_grad_enabled() else _concatenate(*parts)
 
 
-def _joined(live: Tensor, frozen: Tensor) -> Tensor:
+def _concatenate(live: Tensor, frozen: Tensor) -> Tensor:
     # Joined as [B, T, H, D], so that `flat_heads` copies nothing before the output projection.
     return torch.cat([live.transpose(1, 2), frozen.transpose(1, 2)], dim=2).transpose(1, 2)
 
@@ -96,7 +96,7 @@ class _Join(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, live: Tensor, frozen: Tensor) -> Tensor:
         ctx.counts = [live.shape[1], frozen.shape[1]]
-        return _joined(live, frozen)
+        return _concatenate(live, frozen)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, ...]:
@@ -110,8 +110,8 @@ def dense_product(weights: Tensor, value: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         return torch.einsum("fqk,bfkd->bfqd", weights[:, :length, :length], value)
     # Compiled, a copy by index: a slice that may be the whole array would compile one more graph.
-    at = torch.arange(length, device=value.device)
-    return torch.einsum("fqk,bfkd->bfqd", weights[:, at[:, None], at], value)
+    position = torch.arange(length, device=value.device)
+    return torch.einsum("fqk,bfkd->bfqd", weights[:, position[:, None], position], value)
 
 
 # --- positions
@@ -141,8 +141,8 @@ def left_padding(attention_mask: Tensor, *, wait: bool = True, allow_empty: bool
     chunk: their last token counts as real. In compiled code, and where the host may not `wait` for the device, the
     device raises a RuntimeError instead, and positions are returned even without padding.
     """
-    # A row is usable if its real tokens are as many consecutive ones from the first on.
-    first = first_real(attention_mask)
+    # A row is usable if its real tokens are consecutive: its mask then equals the range of as many from the first on.
+    first = first_real_position(attention_mask)
     real = attention_mask.bool()
     position = torch.arange(real.shape[1], device=real.device)
     usable = (real == ((position >= first[:, None]) & (position < (first + real.sum(1))[:, None]))).all()
@@ -157,7 +157,7 @@ def left_padding(attention_mask: Tensor, *, wait: bool = True, allow_empty: bool
     return first
 
 
-def first_real(attention_mask: Tensor) -> Tensor:
+def first_real_position(attention_mask: Tensor) -> Tensor:
     """Return the number of zeros at the start of each row of a 0/1 mask `[B, T]`, at most T - 1."""
     return (attention_mask.bool().cumsum(1) == 0).sum(1).clamp(max=attention_mask.shape[1] - 1)
 
@@ -203,7 +203,7 @@ def visible_keys(
 
 
 class CachePosition(NamedTuple):
-    """The place of the queries of a pass among T positions: `count` consecutive ones from `first` on.
+    """The positions of the queries of a forward pass among T keys: `count` consecutive ones from `first` on.
 
     In a cache of fixed size `first` is a tensor: only the device knows its value, so that a CUDA graph of one step
     serves the next. Such a cache has no keys behind the last query yet, and its value heads are in the order of
@@ -236,7 +236,7 @@ class CachePosition(NamedTuple):
             return None
         return torch.arange(self.count, device=self.left_pad.device) + self.first >= self.left_pad[:, None]
 
-    def in_pattern(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def positions_in_pattern(self, length: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Return positions counted from each row's first real token, where its pattern begins.
 
         These are positions of queries `[B or 1, count]` and of keys `[B or 1, length]`, distances `[count, length]`,

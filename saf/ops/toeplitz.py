@@ -44,7 +44,7 @@ def blocked_product(x: Tensor, distance: Tensor, before: Tensor, after: Tensor) 
     block = _block(length, BLOCK)
     count = -(-length // block)
     width, beyond = batch * dim, count * block - length
-    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(x.dtype, torch.float32)
     # Rounded to the values' dtype and back, as the kernels' operands are.
     u = (x.to(wide) * before[:, :length, None].to(wide)).to(x.dtype).to(wide)
     u = pad(u, (0, 0, 0, beyond)).view(batch, heads, count, block, dim)
@@ -102,8 +102,9 @@ SMALL_VALUE = 2.0**-8
 # How far the sum of a row's executed weights may be from one: five times the largest error of rounding both factors to
 # bfloat16, 2**-9 each, so that only underflow exceeds it. Chosen, not measured.
 ROW_SUM_TOLERANCE = 0.02
-# Largest logarithm of 1/Z. exp overflows at 88.7 in float32 and at 709.8 in float64; the rest is for gradients.
-LARGEST = {torch.float64: 600.0, torch.float32: 64.0}
+# Largest logarithm of 1/Z. exp overflows at 88.7 in float32 and at 709.8 in float64; the margin is for gradients, which
+# are multiplied by 1/Z.
+MAX_LOG_ROW_SCALE = {torch.float64: 600.0, torch.float32: 64.0}
 
 
 def level_logits(alpha: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,8 +114,8 @@ def level_logits(alpha: Tensor, rho: Tensor) -> tuple[Tensor, Tensor]:
     where float64 cannot hold a row's Z.
     """
     position = torch.arange(alpha.shape[1], dtype=torch.float64, device=alpha.device)
-    # First a rough slope, so that float64 can hold Z at all: that of the larger of two terms of a row's Z, its first
-    # key's and its own. Then the slope of log Z itself.
+    # First a rough slope, so that float64 can hold Z at all. Z(i) is at least its terms of key 0 and of key i, and the
+    # larger one has this slope. Then the slope of log Z itself.
     alpha, rho = alpha.double(), rho.double()
     logits = torch.stack([alpha, rho])
     logits = logits - _slope(torch.maximum(alpha + rho[:, :1], rho + alpha[:, :1])) * position
@@ -133,20 +134,20 @@ def _slope(x: Tensor) -> Tensor:
 
 
 def compact_tables(alpha: Tensor, rho: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return `exp(rho)` in `dtype`, `exp(alpha)` and `1/Z`, each `[F, T]`, from logits in the gauge of tables.
+    """Return `exp(rho)` in `dtype`, `exp(alpha)` and `1/Z`, each `[F, T]`, from logits in the level gauge.
 
     Z is summed in float64 from the rounded tables that are executed; the scalings are float32, float64 for float64.
     `1/Z` is NaN for a head that tables of `dtype` cannot hold: one whose rows no longer sum to 1 when values of size 1
     or 2**-8, scaled and rounded, underflow.
     """
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    wide = torch.promote_types(dtype, torch.float32)
     distance, key_scale = rho.exp().to(dtype), alpha.exp().to(wide)
     # Three sums in one convolution: Z, and what values of size 1 and 2**-8 become once they are scaled and rounded.
     scaled = [(key_scale * size).to(dtype).double() / size for size in (1.0, SMALL_VALUE)]
     total, *rounded = causal_convolution(torch.stack([key_scale.double(), *scaled]), distance.double())
     row_scale = (1 / total).to(wide)
     # Written so that NaN does not fit: comparisons with it are false.
-    fits = (row_scale > 0) & (row_scale.double().log() <= LARGEST[wide])
+    fits = (row_scale > 0) & (row_scale.double().log() <= MAX_LOG_ROW_SCALE[wide])
     for sums in rounded:
         fits &= (sums * row_scale.double() - 1).abs() <= ROW_SUM_TOLERANCE
     return distance, key_scale, row_scale.where(fits.all(1, keepdim=True), torch.nan)
@@ -288,7 +289,7 @@ def logit_gradients(ctx, gradient: Tensor, *_):
 
 
 def _trainable_like(value, alpha, rho) -> tuple[Tensor, ...]:
-    shape, wide = (alpha.shape[0], value.shape[2]), torch.float64 if value.dtype == torch.float64 else torch.float32
+    shape, wide = (alpha.shape[0], value.shape[2]), torch.promote_types(value.dtype, torch.float32)
     scales = value.new_empty(shape, dtype=wide), value.new_empty(shape, dtype=wide)
     return heads_like(value, value.shape[1]), value.new_empty(shape), *scales
 
@@ -302,7 +303,7 @@ def trainable_product(value: Tensor, alpha: Tensor, rho: Tensor) -> tuple[Tensor
     the dtype can no longer hold raises UnsupportedError on a CPU; on a device, where the host does not wait to look,
     its outputs and gradients are NaN.
     """
-    # Anew for every length: Z of a prefix is the prefix of Z, but the gauge is one of all its positions.
+    # Not a slice of longer tables: Z of a prefix is the prefix of Z, but the level gauge depends on the length.
     length = value.shape[2]
     distance, key_scale, row_scale = compact_tables(*level_logits(alpha[:, :length], rho[:, :length]), value.dtype)
     if value.device.type == "cpu" and row_scale.isnan().any():
@@ -327,15 +328,15 @@ def pattern_gradient(
     `gradient` and `value` are `[B, F, T, D]`; the logits' gradients are `[F, positions]`, summed over B and D, zero
     beyond T. Terms `dO_i V_j` and `dO_i O_i` nearly cancel, so both are computed from the same unrounded `dO/Z` and
     `exp(alpha) V`, a precision above that of the values: float32 for 16 bits and float64 for float32. The work is two
-    forward products and a correlation, each two to four times where 16-bit operands are split (`split_product`); the
-    memory is some twenty float32 copies of `value`, and no T x T array.
+    forward products and a correlation, each two to four times where 16-bit operands are split in halves; the memory is
+    some twenty float32 copies of `value`, and no T x T array.
     """
     wide = torch.float32 if value.dtype.itemsize == 2 else torch.float64
     left, right = gradient.to(wide) * row_scale[:, :, None], value.to(wide) * key_scale[:, :, None]
     if uses_triton(value.device, value.dtype) and value.dtype.itemsize == 2:
-        left_halves, right_halves = split(left, value.dtype), split(right, value.dtype)
+        left_halves, right_halves = split_halves(left, value.dtype), split_halves(right, value.dtype)
         table = make_tiles(distance)
-        product, transposed = split_product(right_halves, table, False), split_product(left_halves, table, True)
+        product, transposed = product_of_halves(right_halves, table, False), product_of_halves(left_halves, table, True)
         # What the halves add up to, so that both terms of a difference come from the same operands.
         left, right = left_halves.float().sum(0), right_halves.float().sum(0)
         # All four products of a half of one operand with a half of the other: (a + b)(c + d).
@@ -359,13 +360,13 @@ def pattern_gradient(
     return grad_value, grad_alpha, grad_rho
 
 
-def split(x: Tensor, dtype: torch.dtype) -> Tensor:
+def split_halves(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return float32 `x` as two halves of a 16-bit `dtype`, `[2, ...]`: rounded, and what rounding left over."""
     high = x.to(dtype)  # their sum has twice the digits of a half: 16 of bfloat16, where one has 8
     return torch.stack([high, (x - high).to(dtype)])
 
 
-def split_product(halves: Tensor, table: Tensor, transpose: bool) -> Tensor:
+def product_of_halves(halves: Tensor, table: Tensor, transpose: bool) -> Tensor:
     """Return the float32 product, without scalings, of the sum of `halves [2, B, F, T, D]`.
 
     The kernel takes the halves as twice the batch: matrix units multiply 16-bit numbers exactly, and add in float32.
@@ -397,7 +398,7 @@ def cross_correlation(left: Tensor, right: Tensor) -> Tensor:
         left.shape[0], (count + 1) * block - 1, dtype=torch.promote_types(left.dtype, torch.float32)
     )
     for offset in range(count):
-        pairs = _product(later[:, :, offset * width :], earlier[:, :, : (count - offset) * width].mT)
+        pairs = _matmul(later[:, :, offset * width :], earlier[:, :, : (count - offset) * width].mT)
         result[:, offset * block : (offset + 2) * block - 1] += antidiagonal_sums(pairs)
     return result[:, block - 1 : block - 1 + length]
 
@@ -421,7 +422,7 @@ def _columns_by_row(x: Tensor, count: int, block: int) -> Tensor:
     return x.unflatten(1, (count, block)).transpose(1, 2).reshape(x.shape[0], block, -1)
 
 
-def _product(left: Tensor, right: Tensor) -> Tensor:
+def _matmul(left: Tensor, right: Tensor) -> Tensor:
     """Return `left @ right` of 16-bit inputs in float32, of others in their own dtype."""
     if left.dtype in (torch.float32, torch.float64):
         return torch.bmm(left, right)

@@ -308,7 +308,7 @@ def remove_folder_(path: Path) -> None:
 
 def remove_leftovers_(folder: Path) -> None:
     """Remove hidden files and folders of killed processes in `folder`; only for the process that owns it."""
-    for prefix in (_TEMPORARY, _DELETED):
+    for prefix in (_TEMPORARY, _DELETED):  # not `_REPLACED`: after a kill between two renames it is the only copy
         for path in list(folder.glob(f"{prefix}*")):
             shutil.rmtree(path, ignore_errors=True)
     for path in list(folder.glob(".*.tmp")):

@@ -12,7 +12,7 @@ from torch.nn.functional import one_hot
 from saf.errors import InputError
 from saf.fit import (
     FITTERS,
-    check_targets,
+    consistent_targets,
     fit_compact,
     fit_kl,
     fit_loss,
@@ -187,7 +187,7 @@ def test_heads_of_a_trained_model_reach_their_reference(real_heads):
 
 def test_checked_targets_satisfy_all_three_relations_exactly():
     exact = dense_marginals(random_target(4, length=200))
-    eta_abs, eta_rel = check_targets(exact[0].float() * 1.0003, exact[1].float())
+    eta_abs, eta_rel = consistent_targets(exact[0].float() * 1.0003, exact[1].float())
     moments = ((eta_abs + eta_rel) * torch.arange(200)).sum(-1)
     for values, total in ((eta_abs.sum(-1), 200), (eta_rel.sum(-1), 200), (moments, 200 * 199 / 2)):
         torch.testing.assert_close(values, torch.full((4,), float(total)).double(), rtol=1e-13, atol=0)
