@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import saf
-import saf.calibration.capture as memory
 from saf.calibration import (
     COLLECTIONS,
     calibrate,
+    capture,
     gate_gradients,
     heads_at_a_time,
     plan_calibration,
@@ -32,8 +32,8 @@ FIELDS = ("variance", "forward_kl", "eta_abs", "eta_rel", "row_entropy")
 
 
 def model(dtype: torch.dtype = torch.float64) -> GPT:
-    """Three layers of four heads, with queries large enough for uneven attention."""
-    return make(40, length=40, vocab_size=30).to(dtype)
+    """Return three layers of four heads, with queries large enough for uneven attention."""
+    return make(gain=40, length=40, vocab_size=30).to(dtype)
 
 
 def tokens(count: int = 5, length: int = 40) -> torch.Tensor:
@@ -41,7 +41,7 @@ def tokens(count: int = 5, length: int = 40) -> torch.Tensor:
 
 
 def check_close(actual, expected, tolerance: float) -> None:
-    """Errors relative to the largest entry of each statistic."""
+    """Compare statistics, with errors relative to the largest entry of each."""
     for name in FIELDS:
         one, other = getattr(actual, name), getattr(expected, name)
         assert one.dtype == torch.float64
@@ -54,8 +54,8 @@ def test_strips_of_any_size_equal_the_dense_oracle(lengths, dtype, tolerance, ge
     count, length = len(lengths), lengths[0]
     query = 2 * torch.randn(count, 4, length, 16, generator=generator, dtype=dtype)
     key = 2 * torch.randn(count, 2, length, 16, generator=generator, dtype=dtype)
-    for place, end in enumerate(lengths):  # what stands behind a sequence never enters
-        query[place, :, end:] = key[place, :, end:] = torch.nan
+    for row, end in enumerate(lengths):  # positions behind the end of a sequence never enter
+        query[row, :, end:] = key[row, :, end:] = torch.nan
     operands = {"kv_head": [0, 0, 1, 1], "lengths": lengths}
     expected = dense_statistics(query, key, **operands)
     for strip in (None, count * 32 * length, 7 * count * length, 1):
@@ -189,15 +189,15 @@ def dense_collections(logits: torch.Tensor) -> dict[str, torch.Tensor]:
     pattern = logits.softmax(-1)
     finite = logits.masked_fill(logits == -torch.inf, 0)
     count = logits.shape[1]
-    square = pattern.var(1) if count > 1 else torch.zeros_like(pattern[:, 0])
+    variance = pattern.var(1) if count > 1 else torch.zeros_like(pattern[:, 0])
     sharp = target_of(logits.mean(1).softmax(-1))
     rows = list(POSITIONS)
     return {
         "mean": pattern.mean(1),
-        "entry_variance": square,
-        "row_variance": square.sum(-1),
+        "entry_variance": variance,
+        "row_variance": variance.sum(-1),
         "logit_mean": finite.mean(1),
-        "logit_variance": finite.var(1) if count > 1 else torch.zeros_like(square),
+        "logit_variance": finite.var(1) if count > 1 else torch.zeros_like(variance),
         **{f"sharp_{name}": values for name, values in sharp._asdict().items()},
         "mean_rows": pattern.mean(1)[:, rows],
         "rows": pattern[:, :, rows],
@@ -251,11 +251,11 @@ def test_missing_values_and_wrong_requests_are_refused():
             calibrate(network, [ids], **options)
 
 
-@pytest.mark.parametrize(("heads", "lower"), [(None, False), ([(0, 2), (2, 0), (2, 3)], True)])
-def test_queries_and_keys_take_the_planned_bytes(heads, lower):
+@pytest.mark.parametrize(("heads", "autocast"), [(None, False), ([(0, 2), (2, 0), (2, 3)], True)])
+def test_queries_and_keys_take_the_planned_bytes(heads, autocast):
     small, ids = model(torch.float32), tokens()
     saf.install_(small, saf.HeadSet([(1, 1)]), saf.CompactPattern.from_parameters(*torch.randn(2, 1, 40)))
-    with torch.autocast("cpu", torch.bfloat16, enabled=lower), torch.no_grad():
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), torch.no_grad():
         plan = plan_calibration(small, [ids], heads=heads)
         captured = capture_layers(adapter_for(small), plan.heads, plan.groups[0], [ids[:2], ids[2:]])
     held = sum(part.untyped_storage().nbytes() for layer in captured.values() for part in layer[:2])
@@ -266,10 +266,10 @@ def test_queries_and_keys_take_the_planned_bytes(heads, lower):
 def test_memory_decides_how_many_layers_and_heads_go_together(monkeypatch):
     small, mean, free = model(torch.float32), 40 * 40 * 4, [0]
     assert plan_calibration(small, [tokens()], capture_bytes=2 * LAYER).groups == [[0, 1], [2]]
-    monkeypatch.setattr(memory, "free_bytes", lambda device: free[0])
+    monkeypatch.setattr(capture, "free_bytes", lambda device: free[0])
     for free[0], layers in ((6 * LAYER, 3), (4 * LAYER + 10, 2), (LAYER, 1), (None, 3)):
         assert len(plan_calibration(small, [tokens()]).groups[0]) == layers
-    for free[0], heads in ((6 * mean + 1, 3), (mean, 1), (None, memory.COLLECT_BYTES // mean)):
+    for free[0], heads in ((6 * mean + 1, 3), (mean, 1), (None, capture.COLLECT_BYTES // mean)):
         assert heads_at_a_time(small, ("mean",), sequences=5, length=40) == heads
     small.blocks[0].register_forward_pre_hook(lambda *_: pytest.fail("the model was run"))
     free[0] = LAYER - 1
@@ -289,7 +289,7 @@ LENGTHS = [31, 12, 40, 12, 26]
 
 
 def padded(ids: torch.Tensor, lengths: list[int], *, padding: int) -> dict[str, torch.Tensor]:
-    """A batch whose rows end after so many tokens, with a mask of them."""
+    """Return a batch whose rows end after so many tokens, with its mask."""
     mask = torch.arange(ids.shape[1]) < torch.tensor(lengths)[:, None]
     return {"input_ids": torch.where(mask, ids, padding), "attention_mask": mask.long()}
 
