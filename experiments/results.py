@@ -1,6 +1,6 @@
-"""Renders the pages of results, docs/results/SUBJECT.md, and all cells of their tables, results/cells.csv.
+"""`render` returns the pages of results, docs/results/SUBJECT.md, and all cells of their tables, results/cells.csv.
 
-`python -m experiments results` writes both from the records in results/, and `make check` compares. A page's
+`python -m experiments results` writes them from the records in results/, and `make check` compares. A page's
 introduction is written by hand in its file. So are docs/results.md, the README and docs/results/answer.md: the numbers
 of their tables must stand in some cell.
 """
@@ -23,8 +23,7 @@ from experiments.tables import RecipeTable, markdown, measured_table
 from saf.compare import arm_names, arms_table, compare_all
 from saf.records.files import read_json, write_atomically
 from saf.records.run import RecordedRun
-from saf.records.table import MISSING, Table
-from saf.records.table import markdown as escaped
+from saf.records.table import MISSING, Table, escape_markdown
 
 RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
     "quality": {
@@ -98,8 +97,8 @@ class Block:
     """Markdown below the table."""
     picture: tuple[str, str, str] | None = None
     """Title, file name and SVG of a picture."""
-    cells: Mapping[str, str] = field(default_factory=dict)
-    """Columns section, recipe, scale and table of its lines in cells.csv; empty keeps the block out of it."""
+    where: Mapping[str, str] = field(default_factory=dict)
+    """Section, recipe, scale and table of its cells in cells.csv; empty for a block whose cells are not in it."""
 
     @property
     def tables(self) -> list[pd.DataFrame]:
@@ -107,9 +106,10 @@ class Block:
         return [table for table in (self.page, self.frame) if table is not None and len(table)]
 
     def markdown(self) -> Iterator[str]:
+        """Yield the paragraphs of the page."""
         table = self.frame if self.page is None else self.page
         if self.title and len(table):
-            yield f"**{escaped(self.title)}**"
+            yield f"**{escape_markdown(self.title)}**"
         if len(table):
             yield markdown(table)
         if self.text:
@@ -118,9 +118,10 @@ class Block:
             yield f"![{self.picture[0]}](../images/{self.picture[1]})"
 
     def lines(self) -> Iterator[dict[str, Any]]:
-        where = {name: self.cells.get(name, "") for name in ("section", "recipe", "scale")}
-        where["table"] = self.cells.get("table", self.title)
-        for number, (label, row) in enumerate(self.frame.iterrows() if self.cells else (), 1):
+        """Yield a line of cells.csv for each cell of `frame`."""
+        where = {name: self.where.get(name, "") for name in ("section", "recipe", "scale")}
+        where["table"] = self.where.get("table", self.title)
+        for number, (label, row) in enumerate(self.frame.iterrows() if self.where else (), 1):
             for metric, text in row.items():
                 if text not in (MISSING, ""):
                     yield {**where, "row": number, "arm": label, "metric": metric, "text": text}
@@ -138,8 +139,8 @@ def render(results: Path, docs: Path) -> dict[Path, str]:
     """Return the contents of every file that is rendered from the records in `results`."""
     pages = {name: list(_blocks(name, results)) for name in (*RECIPES, *BENCHMARKS)}
     every = [block for blocks in pages.values() for block in blocks]
-    places = {docs / "results" / f"{name}.md": blocks for name, blocks in pages.items() if blocks}
-    rendered = {path: _page(path, blocks) for path, blocks in places.items()}
+    paths = {name: docs / "results" / f"{name}.md" for name, blocks in pages.items() if blocks}
+    rendered = {path: _page(path, pages[name]) for name, path in paths.items()}
     pictures = {docs / "images" / block.picture[1]: block.picture[2] for block in every if block.picture}
     cells = pd.DataFrame([line for block in every for line in block.lines()])
     return {**rendered, **pictures, results / "cells.csv": cells.to_csv(index=False)}
@@ -184,7 +185,7 @@ def _page(path: Path, blocks: Sequence[Block]) -> str:
     for block in blocks:
         if block.heading != heading:
             heading = block.heading
-            lines.append(f"## {escaped(heading)}")
+            lines.append(f"## {escape_markdown(heading)}")
         for text in block.markdown():
             # Recipes of a page share notes: each is shown once.
             notes = text.split("\n") if text.startswith("- ") else []
@@ -222,11 +223,11 @@ def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
     where = {"section": "Recipes", "recipe": table.recipe.name, "scale": table.scale}
     if table.recipe.metrics and len(every := table.text_table()):
         page = table.text_table(headline=True) if table.recipe.headline else None
-        yield Block(heading=heading, frame=every, page=page, cells={**where, "table": title})
+        yield Block(heading=heading, frame=every, page=page, where={**where, "table": title})
     measured = table.recipe.measured(folder, table.scale)
     if len(numbers := measured_table(table.recipe, measured)):
         title = f"{table.recipe.title}, measured ({table.scale})"
-        yield Block(heading=heading, title=title, frame=numbers, cells=where)
+        yield Block(heading=heading, title=title, frame=numbers, where=where)
     blocks = [
         block for each in table.recipe.measurements for block in _measured(each, measured, table.recipe, heading, where)
     ]
@@ -239,7 +240,7 @@ def recipe_blocks(table: RecipeTable, folder: Path) -> Iterator[Block]:
     for name, (title, picture) in drawn.items():
         if picture is not None:
             yield Block(heading=heading, picture=(title, f"{table.scale}-{table.recipe.name}-{name}.svg", picture))
-    yield Block(heading=heading, text="\n".join(f"- {escaped(note)}" for note in table.notes()))
+    yield Block(heading=heading, text="\n".join(f"- {escape_markdown(note)}" for note in table.notes()))
 
 
 def document(blocks: Sequence[Block]) -> str:
@@ -247,7 +248,7 @@ def document(blocks: Sequence[Block]) -> str:
     texts = []
     for block in blocks:
         if block.tables:
-            texts.append(f"**{escaped(block.title or block.heading)}**")
+            texts.append(f"**{escape_markdown(block.title or block.heading)}**")
         texts += [*map(markdown, block.tables), block.text]
     return "\n\n".join(filter(None, texts))
 
@@ -270,10 +271,10 @@ def _analysis_blocks(heading: str, record: Record, where: Mapping[str, str]) -> 
     for part in ANALYSES[record["kind"]].tables(record) if record["kind"] in ANALYSES else ():
         if isinstance(part, Table):
             frame = pd.DataFrame(part.rows, columns=part.columns).set_index(part.columns[0])
-            notes = "\n".join(f"- {escaped(note)}" for note in part.notes)
-            yield Block(heading=heading, title=part.title, frame=frame, text=notes, cells=where)
+            notes = "\n".join(f"- {escape_markdown(note)}" for note in part.notes)
+            yield Block(heading=heading, title=part.title, frame=frame, text=notes, where=where)
         else:
-            yield Block(heading=heading, text=escaped(part))
+            yield Block(heading=heading, text=escape_markdown(part))
 
 
 def _analyses(folder: Path) -> Iterator[Block]:
@@ -288,14 +289,14 @@ def _analyses(folder: Path) -> Iterator[Block]:
 def _committed_benchmarks(kind: str, section: str, records: list[Record]) -> Iterator[Block]:
     """Yield the tables of a kind of benchmark, and its peak memory."""
     for title, frame in TABLES[kind](records):
-        yield _rated(frame, SPEED_COLUMNS, heading=section, title=title, cells={"section": section})
+        yield _benchmark_block(frame, SPEED_COLUMNS, heading=section, title=title, where={"section": section})
     yield Block(
         heading=section,
         text=f"Records: those of kind {kind} in results/bench; `in` of cells.csv names that of each row.",
     )
     if kind in ("update", "prefill"):
         heading = f"{section.removesuffix(': speed')}: peak memory"
-        yield _rated(memory(records, kind), MEMORY_COLUMNS, heading=heading, cells={"section": heading})
+        yield _benchmark_block(memory(records, kind), MEMORY_COLUMNS, heading=heading, where={"section": heading})
 
 
 def _measured(
@@ -309,37 +310,37 @@ def _measured(
         if kind in TABLES:
             own = named({each.name: {**without_path(record), "quoted_as": each.quoted_as}})
             for title, frame in TABLES[kind](own):
-                yield _rated(frame, SPEED_COLUMNS, heading=heading, title=f"{name}: {title}", cells=where)
+                yield _benchmark_block(frame, SPEED_COLUMNS, heading=heading, title=f"{name}: {title}", where=where)
             if record["memory"]:
                 title = f"{name}: peak memory"
-                yield _rated(memory(own, kind), MEMORY_COLUMNS, heading=heading, title=title, cells=where)
+                yield _benchmark_block(memory(own, kind), MEMORY_COLUMNS, heading=heading, title=title, where=where)
         for block in _analysis_blocks(heading, record, where):
-            if block.cells and block.title in PAGE_TABLES:
+            if block.where and block.title in PAGE_TABLES:
                 yield replace(block, title=f"{block.title}, {each.name}")
-            elif block.cells:
-                title, cells = ": ".join(filter(None, [name, block.title])), {**where, "table": block.title}
-                yield replace(block, title=title, text="", page=pd.DataFrame(), cells=cells)
+            elif block.where:
+                title, hidden = ": ".join(filter(None, [name, block.title])), pd.DataFrame()
+                yield replace(block, title=title, text="", page=hidden, where={**where, "table": block.title})
 
 
-def _rated(frame: pd.DataFrame, words: Mapping[str, str], **others: Any) -> Block:
-    """Return the block of a table of benchmarks; `words` has the columns that pages show, by rate."""
-    return Block(frame=frame, page=_by_rate(frame, words), **others)
+def _benchmark_block(frame: pd.DataFrame, columns: Mapping[str, str], **others: Any) -> Block:
+    """Return the block of a table of benchmarks, of which its page shows `columns`, by rate."""
+    return Block(frame=frame, page=_by_rate(frame, columns), **others)
 
 
-def _by_rate(frame: pd.DataFrame, words: Mapping[str, str]) -> pd.DataFrame | None:
+def _by_rate(frame: pd.DataFrame, columns: Mapping[str, str]) -> pd.DataFrame | None:
     """Return a table with a column for each share of the heads; None for tables without shares.
 
     Rows such as "2048x4; 25% frozen" and "2048x4; 50% frozen" become one row "2048x4; frozen". In a cell the number of
-    the first column of `words` stands first, the others in brackets.
+    the first of `columns` stands first, the others in brackets.
     """
-    value, *others = words
+    value, *others = columns
     if value not in frame or "% " not in " ".join(frame.index):
         return None
     lines: dict[str, dict[str, str]] = {}
     for label, row in zip(frame.index, frame.to_dict("records"), strict=True):
         # Rows without a share are ordinary attention.
         rate = re.search(r"([\d.]+%) ", str(label))
-        more = [words[name] + row[name] for name in others if row.get(name, MISSING) not in (MISSING, "plotted")]
+        more = [columns[name] + row[name] for name in others if row.get(name, MISSING) not in (MISSING, "plotted")]
         line = lines.setdefault(str(label).replace(rate[0], "") if rate else str(label), {})
         line[rate[1] if rate else "0%"] = f"{row[value]} ({', '.join(more)})" if more else row[value]
     table: Any = pd.DataFrame.from_dict(lines, orient="index").fillna(MISSING)
@@ -363,7 +364,7 @@ def _runs(results: Path) -> Iterator[Block]:
         text = f"{train['updates']:,} updates of {tokens:,} tokens, in sequences of {train['length']:,}."
         where = {"section": "Training", "recipe": folder.name}
         page: Any = frame[[name for name in RUN_COLUMNS if name in frame]]
-        yield Block(heading=f"Training runs {folder.name}", frame=frame, page=page, text=text, cells=where)
+        yield Block(heading=f"Training runs {folder.name}", frame=frame, page=page, text=text, where=where)
 
 
 def _trainer(results: Path) -> Iterator[Block]:
@@ -377,7 +378,7 @@ def _trainer(results: Path) -> Iterator[Block]:
         text = f"{change}; {record['tokens']:,} tokens."
         where = {"section": "In a Trainer of transformers", "recipe": path.stem}
         heading = f"In a Hugging Face Trainer: {path.stem}"
-        yield Block(heading=heading, title="arms", frame=frame, text=text, cells=where)
+        yield Block(heading=heading, title="arms", frame=frame, text=text, where=where)
 
 
 def _linear(path: Path) -> Iterator[Block]:
@@ -389,7 +390,7 @@ def _linear(path: Path) -> Iterator[Block]:
     ]
     frame = pd.DataFrame(lines).set_index("point").map(lambda value: f"{value:.3f}×")
     text = "On one H100, 124M; exponential patterns in linear time beside compact ones and pruned heads."
-    yield Block(heading=heading, title="updates", frame=frame, text=text, cells=where)
+    yield Block(heading=heading, title="updates", frame=frame, text=text, where=where)
     shares, costs = [], {"ordinary, cuDNN": {}, "frozen, compact": {}, "frozen, linear time": {}}
     for row in sorted(record["rows"], key=lambda row: (row["length"], -row["heads"], row["batch"])):
         length, tokens, best = row["length"], row["length"] * row["batch"], min(each["both"] for each in row["linear"])
@@ -402,4 +403,4 @@ def _linear(path: Path) -> Iterator[Block]:
                 costs[name][length] = 1e3 * time / tokens
     title, frame = "forward and backward, share of cuDNN's", pd.DataFrame(shares).set_index("point")
     picture = ("Time a token over context length", "cost-by-length.svg", costs_figure(costs))
-    yield Block(heading=heading, title=title, frame=frame, picture=picture, cells=where)
+    yield Block(heading=heading, title=title, frame=frame, picture=picture, where=where)

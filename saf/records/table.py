@@ -97,7 +97,7 @@ def plain(text: str) -> str:
     return "".join(map(shown, text))
 
 
-def markdown(text: str) -> str:
+def escape_markdown(text: str) -> str:
     """Return Markdown that reads as the text."""
     marked = _MARKS.sub(lambda match: f"\\{match[0]}", plain(text))
     return _BEGINNING.sub(r"\1\\\2", marked, count=1) if _BEGINNING.match(marked) else marked
@@ -163,10 +163,10 @@ class Table:
         """Return Markdown: the title in bold, the table, and a list of the notes."""
         columns = self.columns or ("",) * (len(self.rows[0]) if self.rows else 2)
         rule = ["---:" if number and self.is_numeric(number) else "---" for number in range(len(columns))]
-        lines = [f"| {' | '.join(map(markdown, row))} |" for row in (columns, *self.rows)]
+        lines = [f"| {' | '.join(map(escape_markdown, row))} |" for row in (columns, *self.rows)]
         lines.insert(1, f"| {' | '.join(rule)} |")
-        title = f"**{markdown(self.title)}**" if self.title else ""
-        notes = "\n".join(f"- {markdown(note)}" for note in self.notes)
+        title = f"**{escape_markdown(self.title)}**" if self.title else ""
+        notes = "\n".join(f"- {escape_markdown(note)}" for note in self.notes)
         return "\n\n".join(filter(None, [title, "\n".join(lines), notes]))
 
     def print(self, console: Any = None) -> None:
@@ -231,4 +231,4 @@ Part = str | Table
 
 def markdown_of(part: Part) -> str:
     """Return a part as Markdown."""
-    return markdown(part) if isinstance(part, str) else part.markdown()
+    return escape_markdown(part) if isinstance(part, str) else part.markdown()

@@ -7,7 +7,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from saf.cli.output import show
-from saf.records.table import Table, markdown, plain
+from saf.records.table import Table, escape_markdown, plain
 
 NUMBERS = ["1.03e-06", "0.136\N{EN DASH}0.205", "-12.5%", "123,456"]
 
@@ -41,7 +41,7 @@ ODD = [
 
 @pytest.mark.parametrize("text", ODD)
 def test_markdown_reads_as_the_text(text):
-    shown = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(markdown(text))
+    shown = MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(escape_markdown(text))
     assert shown == f"<p>{escape(text, quote=False).replace(chr(34), '&quot;')}</p>\n"
 
 
