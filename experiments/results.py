@@ -258,8 +258,10 @@ def show(blocks: Sequence[Block]) -> None:
     for block in blocks:
         for frame in block.tables[:1]:
             rows = frame.reset_index()
+            print()
             Table.of(block.title or block.heading, [*map(str, rows.columns)], rows.to_numpy()).print()
         if block.text:
+            print()
             print(re.sub(r"\\(\W)", r"\1", block.text))  # without the marks of Markdown
 
 

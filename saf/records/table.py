@@ -1,7 +1,7 @@
 """Numbers, names and `Table` in the form that people read, on a terminal or as Markdown. Every command prints by it."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any
@@ -113,6 +113,10 @@ def natural_order(name: str) -> list[tuple[int, Any]]:
 
 LONGEST_WORD = 24
 """Characters of a word that is never split; longer ones, hashes and paths, fold where the terminal is narrow."""
+LONGEST_NUMBER = 40
+"""Characters of a number with its interval that are never split."""
+BETWEEN = 3
+"""Characters between columns: a bar and two spaces."""
 ANY_WIDTH = 10_000
 """Columns of a console wide enough for every table."""
 _NOT_NUMBERS = (MISSING, "refused", "plotted", "not run")
@@ -172,28 +176,64 @@ class Table:
     def print(self, console: Any = None) -> None:
         """Print the table on the terminal, or on another console of rich.
 
-        Where the terminal is too narrow, cells and headings break between words. A table of many columns is wider than
-        the terminal rather than having its numbers split.
+        Where the terminal is too narrow, texts and headings break between words; numbers and their intervals do not.
+        Columns that do not fit even so follow in further tables with the names of the rows.
         """
         from rich.console import Console
         from rich.text import Text
 
         console = console or Console(highlight=False)
-        table, width = self._rich(), console.width
-        if table.__rich_measure__(console, console.options.update(width=ANY_WIDTH)).maximum > width:
-            for column in table.columns:
-                if column.no_wrap:  # rich narrows only the others: the lines of this heading break here
-                    column.header = Text("\n".join(wrap(str(column.header), column.min_width, break_long_words=False)))
-            # Between columns are a bar and two spaces, and one more bar closes the table.
-            console.width = max(width, sum((column.min_width or 1) + 3 for column in table.columns) + 1)
-        if self.title:  # title and notes are not as wide as a wide table
-            console.print(Text(plain(self.title), style="bold"), width=width)
-        if self.rows or not self.columns:
-            console.print(table, crop=False)
+        width = console.width
+        if self.title:
+            console.print(Text(plain(self.title), style="bold"))
+        for part in self._parts(width):
+            # A column alone may be wider than the terminal, rather than having its numbers split.
+            console.width = max(width, part._least_width())
+            console.print(part._rich(console), crop=False)
+            console.width = width
         for note in self.notes:
-            console.print(Text(plain(note), style="dim italic"), width=width)
+            console.print(Text(plain(note), style="dim italic"))
 
-    def _rich(self) -> Any:
+    def _parts(self, width: int) -> Iterator["Table"]:
+        """Yield the table, or where it cannot be that narrow tables of some columns each, with the rows' names."""
+        if not self.columns or (self.rows and (len(self.columns) == 1 or self._least_width() <= width)):
+            yield self
+        elif self.rows:
+            names = max(self._least(0), min(max(len(row[0]) for row in self.rows), width // 2))
+            groups, room = [], 0
+            for number in range(1, len(self.columns)):
+                needed = self._least(number) + BETWEEN
+                if needed > room:
+                    groups.append([0])
+                    room = width - names - BETWEEN - 1
+                groups[-1].append(number)
+                room -= needed
+            for group in groups:
+                rows = [tuple(row[number] for number in group) for row in self.rows]
+                filled = tuple(row for row in rows if any(cell != MISSING for cell in row[1:]))
+                if filled:
+                    yield Table(columns=tuple(self.columns[number] for number in group), rows=filled)
+
+    def _least_width(self) -> int:
+        """Return the columns of a terminal that the table needs at least; a further bar closes it."""
+        return sum(self._least(number) + BETWEEN for number in range(len(self.columns))) + 1
+
+    def _least(self, number: int) -> int:
+        """Return the least width of a column: of its longest word, or of its longest cell where they do not break."""
+        cells = [row[number] for row in self.rows]
+        if not self._is_whole(number):
+            cells = " ".join(cells).split()
+        longest = max(map(len, [*cells, *self.columns[number].split()]), default=1)
+        return longest if self._is_whole(number) else min(longest, LONGEST_WORD)
+
+    def _is_whole(self, number: int) -> bool:
+        """Return whether cells of a column never break: those of numbers with their intervals, and single words."""
+        cells = [row[number] for row in self.rows]
+        if number and self.is_numeric(number):
+            return max(map(len, cells), default=0) <= LONGEST_NUMBER
+        return not any(" " in cell or len(cell) > LONGEST_WORD for cell in cells)
+
+    def _rich(self, console: Any) -> Any:
         from rich.table import Table as RichTable
         from rich.text import Text
 
@@ -201,19 +241,21 @@ class Table:
         if not self.columns:
             table.add_column(style="dim")
             table.add_column(overflow="fold")
-        # A column whose cells are single words is never narrowed: numbers keep their digits. Others may break.
         for number, name in enumerate(self.columns):
-            cells = [row[number] for row in self.rows]
-            longest = max(map(len, " ".join([name, *cells]).split()), default=1)
             table.add_column(
                 Text(plain(name)),
                 justify="right" if number and self.is_numeric(number) else "left",
                 overflow="fold",
-                min_width=min(longest, LONGEST_WORD),
-                no_wrap=longest <= LONGEST_WORD and not any(" " in cell for cell in cells),
+                min_width=self._least(number),
+                no_wrap=self._is_whole(number),
             )
         for row in self.rows:
             table.add_row(*(Text(plain(cell)) for cell in row))
+        if table.__rich_measure__(console, console.options.update(width=ANY_WIDTH)).maximum > console.width:
+            for number, column in enumerate(table.columns):
+                if column.no_wrap:  # rich narrows only the others: the lines of this heading break here
+                    lines = wrap(str(column.header), self._least(number), break_long_words=False)
+                    column.header = Text("\n".join(lines))
         return table
 
 
