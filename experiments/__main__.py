@@ -105,8 +105,13 @@ class Experiments:
     def _wanted(self, scale: Scale, chosen: list[Recipe]) -> list[Key]:
         """Return arms and seeds. An arm whose rows all show the first seed alone has one run."""
         if self.arms:
-            measured = {each.name: each.arms(scale.base) for one in chosen for each in one.measurements}
-            named = [arm for name in self.arms for arm in measured.get(name, [name])]
+            measurements = {each.name: each for one in chosen for each in one.measurements}
+            named: list[str] = []
+            for name in self.arms:
+                measurement = measurements.get(name)
+                if measurement is not None and measurement.smoke is None and scale.base == "smoke":
+                    raise InputError(f"the smoke scale leaves out {name!r}; name another --scale")
+                named += [name] if measurement is None else measurement.arms(scale.base)
             return [(arm, seed) for arm in named for seed in self._seeds(scale)]
         rows = [row for each in chosen for row in each.rows]
         several_seeds = {row.arm.partition("@")[0] for row in rows if not row.first_seed}
@@ -133,7 +138,6 @@ class Experiments:
 
     def _show(self, table: RecipeTable) -> None:
         blocks = list(recipe_blocks(table, self.out / table.scale))
-        print()
         show(blocks)
         if words := table.runs_in_words():
             print(f"\n{words}")
@@ -230,7 +234,8 @@ class Keep:
         copied, here = 0, f"{self.out.resolve().parent}/"
         for path in sorted((self.out / self.scale).glob("**/*.json")):
             run = path.name == "result.json" and path.parent.parent.parent == self.out / self.scale
-            measured = path.parent.parent.name == "measurements" and path.stem.partition("-")[0] in ("seed", "once")
+            # A killed measurement may have left seed-1337.partial.json.
+            measured = path.parent.parent.name == "measurements" and path.name.count(".") == 1
             if not (run or measured):
                 continue
             place = path.parent.with_suffix(".json") if run else path

@@ -116,7 +116,8 @@ ONE_BILLION = {
 # --- matched time
 
 
-def _measured_speeds() -> dict[tuple[str, str], dict[float, float]]:
+@cache
+def measured_speeds() -> dict[tuple[str, str], dict[float, float]]:
     """Return the updates that 124M does while ordinary attention does one, by context, event and rate, in pairs."""
     bench = Path(__file__).resolve().parents[1] / "results" / "bench"
     speeds: dict[tuple[str, str], dict[float, float]] = {}
@@ -133,7 +134,6 @@ def _measured_speeds() -> dict[tuple[str, str], dict[float, float]]:
     return speeds
 
 
-SPEEDS = _measured_speeds()
 CHARGE_SECONDS = 28.3
 """Time that an arm at matched time is charged for an event and the compilation after it, of `PAPER_SECONDS`."""
 PAPER_SECONDS = 187.65 * 60
@@ -152,14 +152,14 @@ SAME_SPEED: dict[str, Settings] = {name: speed(1.0, "ordinary: its reference's s
 
 
 def matched_time(k: str, kind: str, rate: float) -> dict[str, Settings]:
-    """Return the settings of an arm at matched time, by scale; `kind` is one of SPEEDS.
+    """Return the settings of an arm at matched time, by scale; `kind` is an event of `measured_speeds`.
 
     At the paper's scale an arm has the seconds that its reference had left. Small runs are too short for a clock and
     get as many updates as the measured speed buys.
     """
     # The paper's scale has no entry: without a speed a run gets seconds (`_matched_budget` in run.py).
     card = "H200" if kind in ("freeze", "prune") else "H100"  # the speeds of linear.json
-    small = speed(SPEEDS[k, kind][rate], f"124M on an {card}, measured in pairs", CHARGE_SECONDS)
+    small = speed(measured_speeds()[k, kind][rate], f"124M on an {card}, measured in pairs", CHARGE_SECONDS)
     return {"small": small, "smoke": speed(1.25, "set for the smoke scale, not measured")}
 
 
@@ -182,7 +182,7 @@ def _contexts() -> Iterator[Arm]:
         # Ordinary again in another order of the data: how far two equal arms end apart.
         yield Arm(name=f"{k}-ordinary-time-reordered", parent=trunk, match=trunk, scaled=SAME_SPEED, reseed=1_000)
         yield Arm(name=f"{k}-ordinary-more", parent=trunk, match=trunk, settings=MORE_TOKENS)
-        for rate in SPEEDS[k, "freeze"]:
+        for rate in measured_speeds()[k, "freeze"]:
             yield from _paired(k, rate)
 
 

@@ -191,3 +191,5 @@ def test_mistakes_are_one_line(tmp_path, capsys):
     assert main(["timing", "--scale", "samll", "--out", str(tmp_path)]) == 2
     assert main(["timing", "--out", str(tmp_path)]) == 2
     assert "--data" in capsys.readouterr().err
+    assert main(["pruning_costs", "--scale", "smoke", "--arms", "prefill, frozen, matched time"]) == 2
+    assert "leaves out 'prefill, frozen, matched time'" in capsys.readouterr().err
