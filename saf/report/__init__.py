@@ -23,13 +23,16 @@ def attention_shares(run: RecordedRun) -> tuple[float, float] | None:
     return mixing, (mixing + projections) * len(run.edited_heads) / run.num_heads
 
 
-def note_if_too_small(run: RecordedRun) -> str | None:
-    """Return a sentence for a model that is too small to gain time: its heads can save few operations. Else None."""
+def note_on_speed(run: RecordedRun) -> str | None:
+    """Return what bounds the speed of a run, where it is not clear from its times; None for a run of unknown sizes."""
     shares = attention_shares(run)
-    if shares is None or shares[1] > WORTH_TIMING:
+    if shares is None:
         return None
+    mixing, saved = shares
     toy = "A toy on a CPU" if str(run.config.get("device")).startswith("cpu") else "A model of this size"
+    no_time, length = f"{toy} gains no time. " if saved <= WORTH_TIMING else "", run.config["train"]["length"]
+    # Operations alone: a GPU does those of attention more slowly than those of products of matrices.
     return (
-        f"{toy} gains no time: at {run.config['train']['length']:,} tokens mixing positions is "
-        f"{100 * shares[0]:.0f}% of an\nupdate's operations, and these heads can save {100 * shares[1]:.1f}% of all."
+        f"{no_time}Updates are at most {1 / (1 - saved):.2f}× as fast by operations:\nat {length:,} tokens mixing "
+        f"positions is {100 * mixing:.0f}% of them, and these heads can save {100 * saved:.1f}% of all."
     )

@@ -31,6 +31,7 @@ def test_a_speed_that_says_little_gives_way_to_what_the_heads_can_save(tmp_path,
     assert mixing == pytest.approx(64 / (64 + 12 * 64 + 512 / 3))
     assert 0 < saved < 0.25
     assert "as fast" not in headline(page)
+    assert f"at most {1 / (1 - saved):.2f}× as fast by operations" in page
     assert f"these heads can save {100 * saved:.1f}% of all" in page
 
 
