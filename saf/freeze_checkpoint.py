@@ -56,7 +56,7 @@ class CheckpointFreezing:
     """Run this number of sequences in a forward pass."""
     heldout_sequences: int | None = None
     """Measure the loss before and after, joint cost, and scores of head outputs on this number of held-out sequences:
-    by default at most 8, for such a score or joint cost 32 (joint cost on a CPU: at most 8192 tokens). With joint cost
+    by default at most 8, for such a score or joint cost 32 (joint cost on a CPU: at most 8,192 tokens). With joint cost
     half of them choose the heads, and the other half measure the loss."""
     accept_loss: bool = False
     """Write the model even where its held-out perplexity rises by more than 5%."""

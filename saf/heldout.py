@@ -69,8 +69,10 @@ def rows_at_once(language: Adapter, sequences: Sequence[Tensor]) -> Iterator[Ten
     """Yield sequences `[1, T]` on the model's device, on a GPU as many of one length as their logits allow."""
     device, logits = language.device, 0
     if device.type == "cuda":
-        # Of all memory, not of what is free: losses that are compared need passes of one shape.
-        logits = int(_SHARE_OF_MEMORY * torch.cuda.get_device_properties(device).total_memory) // 4
+        # Of all memory while a quarter of it is free: losses that are compared need passes of one shape. Less while a
+        # training run holds the rest: an event in it must not run out of memory.
+        memory = min(torch.cuda.get_device_properties(device).total_memory, 4 * (free_bytes(device) or 0))
+        logits = int(_SHARE_OF_MEMORY * memory) // 4
     for length, rows in groupby(sequences, key=lambda row: row.shape[1]):
         most = max(1, logits // (length * (language.vocab_size or 1)))
         for part in torch.cat([*rows]).split(most):

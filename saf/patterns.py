@@ -153,16 +153,16 @@ class CompactPattern(_FixedPattern):
     log_z: Tensor = None  # type: ignore[assignment]  # by default that of alpha and rho, in float64
 
     def __post_init__(self):
-        tensors = {name: tensor for name, tensor in self._tensors().items() if tensor is not None}
-        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        shapes = {name: list(tensor.shape) for name, tensor in self._tensors().items() if tensor is not None}
         if any(shape != shapes["alpha"] for shape in shapes.values()) or not shapes["alpha"] or not shapes["alpha"][-1]:
             raise InputError(f"key and distance logits must share one shape [..., T], T >= 1; got {shapes}")
-        for name, tensor in tensors.items():
+        for name in ("alpha", "rho", "log_z"):  # a computed one too: sums may overflow
+            if (tensor := getattr(self, name)) is None:
+                with torch.no_grad():
+                    tensor = log_row_sums(self.alpha.double(), self.rho.double())  # Eq. (3)
+                object.__setattr__(self, name, tensor)
             if not (tensor.is_floating_point() and bool(tensor.isfinite().all())):
                 raise InputError(f"{name} must be floating point and finite; got {shown(tensor)}")
-        if self.log_z is None:
-            with torch.no_grad():
-                object.__setattr__(self, "log_z", log_row_sums(self.alpha.double(), self.rho.double()))  # Eq. (3)
 
     @classmethod
     def from_parameters(cls, alpha: Tensor, rho: Tensor) -> "CompactPattern":

@@ -66,8 +66,8 @@ class FrozenHeads(nn.Module):
             if not one.trainable:
                 self.groups[name] = (*self.groups.get(name, ()), slot)
         self.dtypes: tuple[torch.dtype, ...] = ()
-        # A backend's tables for one dtype, by (dtype, backend): of tensors the names of their buffers, all else, such
-        # as tuples of slots, as it is.
+        # A backend's tables for one dtype, by (dtype, backend). A tensor is a buffer, and its entry that buffer's name;
+        # other entries, such as tuples of slots, are stored as they are.
         self._tables: dict[tuple[torch.dtype, str], dict[str, Any]] = {}
 
     @classmethod

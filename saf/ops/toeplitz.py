@@ -4,8 +4,8 @@
 
 G(i, j) = g(i - j) is the same for every sequence and channel, so that one tile of it multiplies them all. Its transpose
 gives the gradient dV = P^T dO. Here are the product in plain PyTorch, the tables, the operator and the backend, then
-patterns that are trained; toeplitz_kernels.py has it in Triton. A pattern that the values' dtype cannot hold in this
-form, or a dense one, is executed as a stored matrix.
+patterns that are trained; the product in Triton is in toeplitz_kernels.py. A pattern that the values' dtype cannot hold
+in this form, or a dense one, is executed as a stored matrix.
 """
 
 from collections.abc import Sequence

@@ -1,7 +1,7 @@
 """The Toeplitz product of frozen heads in Triton: how it is cut into programs, its kernels, and their launches.
 
-`toeplitz_matmul` multiplies values `[B, F, T, D]` by every head's Toeplitz matrix between two scalings: one pass
-scales the input, one kernel multiplies, read through addresses or through Hopper's bulk copy engine ("descriptors").
+`toeplitz_matmul` multiplies values `[B, F, T, D]` by every head's Toeplitz matrix between two scalings: one kernel
+scales the input, another multiplies, reading through addresses or Hopper's bulk copy engine ("descriptors").
 `convolve` convolves sequences of one channel, as normalisers need it. Times are of an H200 (docs/log.md).
 """
 

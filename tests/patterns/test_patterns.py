@@ -163,6 +163,7 @@ DENSE = random_pattern(4).dense()
         (lambda: CompactPattern.from_parameters(DENSE[0], DENSE[0].log()), InputError, "rho must be .* finite"),
         (lambda: CompactPattern.from_parameters(DENSE[0].long(), DENSE[0].long()), InputError, "floating"),
         (lambda: CompactPattern.from_parameters(DENSE[:, :0], DENSE[:, :0]), InputError, "T >= 1"),
+        (lambda: CompactPattern.from_parameters(*(1e308 * torch.ones(2, 4).double())), InputError, "log_z .*finite"),
         (lambda: DensePattern(DENSE[:, :3]), InputError, "T, T"),
         (lambda: DensePattern(DENSE * 1.001), InputError, "sum to 1"),
         (lambda: DensePattern(DENSE.roll(1, -1)), InputError, "causal"),
