@@ -323,10 +323,10 @@ def compare(session: Session, settings: Speed, case: Case) -> None:
     An arm that fails is left out with its reason; the others go on.
     """
     build, pool = partial(in_fresh_processes, settings, case.build) if settings.fresh else case.build, GraphPool()
-    named = dict.fromkeys(arm for comparison in case.comparisons for arm in comparison)
+    unique = dict.fromkeys(arm for comparison in case.comparisons for arm in comparison)
     # Not one arm after the other: an `Updater` that compiles drops what the process had compiled. An arm warmed up
     # before the next one is built would compile again in its first timed block.
-    built = _on_every_rank(session, case, "built", {arm: partial(build, arm, pool) for arm in named})
+    built = _on_every_rank(session, case, "built", {arm: partial(build, arm, pool) for arm in unique})
     arms: dict[Arm, Ready] = _on_every_rank(session, case, "warmed up", built)
     del built  # with the memory of arms that failed to warm up
     blocks = {(arm, variant): block for arm, ready in arms.items() for variant, block in ready.blocks.items()}
@@ -473,8 +473,8 @@ class FreeBackend(Backend):
         return value
 
     def rows(self, value: Tensor, heads: tuple[int, ...], tables: Tables, position: CachePosition) -> Tensor:
-        at = torch.arange(position.count, device=value.device) + position.first
-        return take_heads(value.index_select(2, at), heads)
+        rows = torch.arange(position.count, device=value.device) + position.first
+        return take_heads(value.index_select(2, rows), heads)
 
 
 @contextmanager
@@ -494,8 +494,11 @@ code_folder = partial(tempfile.TemporaryDirectory, prefix="saf-bench-", ignore_c
 """Makes a folder for the compiled code of one arm: it must take no program compiled for another kernel."""
 
 
-def in_fresh_processes(settings: Speed, build: Build, arm: Arm, _: GraphPool) -> WarmUp:
-    """Build an arm whose every timed block runs in a new process; its compiled code stays on disk between them."""
+def in_fresh_processes(settings: Speed, build: Build, arm: Arm, _pool: GraphPool) -> WarmUp:
+    """Build an arm whose every timed block runs in a new process; its compiled code stays on disk between them.
+
+    Each process captures its graphs in a pool of its own.
+    """
     code = code_folder()
 
     def warm_up() -> Ready:
@@ -519,15 +522,15 @@ def measure_memory(session: Session, settings: Speed, case: Case) -> None:
     arms = list(dict.fromkeys(arm for comparison in case.comparisons for arm in comparison if not arm.control))
     peaks: dict[Arm, int] = {}
     for arm in arms:
-        what = f"{case.name}: peak memory of {arm.name}"
-        with session.attempt(what), code_folder() as code:
+        title = f"{case.name}: peak memory of {arm.name}"
+        with session.attempt(title), code_folder() as code:
             peaks[arm] = _in_new_process(settings, case.build, arm, code=code)["bytes"]
             change = change_percent(peaks.get(arms[0]), peaks[arm])
             entry = {"point": case.fields["point"], "arm": arm.name, "backend": arm.backend, "rate": arm.rate}
             entry |= {"kind": "allocated", "bytes": peaks[arm], "change_percent": change}
             session.memory.append(entry)
             session.save()
-            session.log(f"{what}: {byte_size(peaks[arm])}, {signed(change)} against ordinary")
+            session.log(f"{title}: {byte_size(peaks[arm])}, {signed(change)} against ordinary")
 
 
 def _in_new_process(settings: Speed, build: Build, arm: Arm, *, code: str, profile: bool = False) -> Row:

@@ -42,7 +42,7 @@ class CompiledByLayer:
         # `fully_shard` gathers a module's weights in its hooks, so the module itself must be called.
         self._layers = [_hooked_layer(each) if each.attention._forward_hooks else _layer(each) for each in layers]
         self._loss = _program(_loss, model.norm, model.embed)
-        self.new = len(_programs) - known
+        self.num_new_programs = len(_programs) - known
         """Number of programs that the first call compiles."""
 
     def __call__(self, input_ids: Tensor, targets: Tensor) -> Tensor:

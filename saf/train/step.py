@@ -456,7 +456,7 @@ def _compiled(model: nn.Module, execution: Execution) -> tuple[Callable[..., Any
     recomputes = execution.activation_checkpointing
     if execution.by_layer:
         by_layer = CompiledByLayer(cast(GPT, unwrap(model)), activation_checkpointing=recomputes)
-        return by_layer, by_layer.new > 0
+        return by_layer, by_layer.num_new_programs > 0
     forward: Callable[..., Any] = model
     if execution.compile:
         torch._dynamo.reset()  # programs of earlier shapes go
