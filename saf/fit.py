@@ -79,12 +79,15 @@ def check_fitter(fitter: str, options: dict[str, Any]) -> None:
 class Certificate:
     """Marginal residuals of fitted patterns, `[...]` each; at the optimum of the convex Eq. (4) all are zero."""
 
-    max_relative: Tensor  # largest |fitted / target - 1| over the meaningful entries of both marginals
+    max_relative: Tensor
+    """Largest |fitted / target - 1| over the meaningful entries of both marginals."""
     l1: Tensor
     """Sum of |fitted - target| over both marginals and all entries, divided by T. If alpha and rho lie within r nats of
     an optimum in some gauge, the loss is at most r times this above its minimum, Eq. (S.12)."""
-    sweeps: Tensor  # sweeps or steps taken
-    tolerance: float  # largest error of a converged fit
+    sweeps: Tensor
+    """Sweeps or steps taken."""
+    tolerance: float
+    """Largest error of a converged fit."""
 
     @property
     def converged(self) -> Tensor:
@@ -213,7 +216,7 @@ def fit_proportional(
     sweeps = torch.full(eta.shape[:1], max_sweeps, dtype=torch.int64, device=eta.device)
     active = torch.arange(len(eta), device=eta.device)
     history = point.new_zeros(len(point), _MEMORY, point.shape[-1])
-    heads = _Heads(
+    heads = _UnfinishedHeads(
         eta, point, loss=point.new_full(point.shape[:1], torch.inf), plain=point, residual=torch.zeros_like(point),
         images=history, residuals=history.clone(),
     )  # fmt: skip
@@ -232,8 +235,8 @@ def fit_proportional(
 
 
 @dataclass
-class _Heads:
-    """The unfinished heads: targets, points and earlier sweeps, `[N, 2T]` each: by key, then by distance.
+class _UnfinishedHeads:
+    """Targets, points and earlier sweeps of the heads that are not finished, `[N, 2T]` each: by key, then by distance.
 
     The image of a point is what one plain sweep makes of it.
     """
@@ -246,8 +249,8 @@ class _Heads:
     images: Tensor  # differences of the images of consecutive points, [N, memory, 2T], as a ring
     residuals: Tensor  # differences of their residuals
 
-    def select(self, heads: Tensor) -> "_Heads":
-        return _Heads(*(getattr(self, field.name)[heads] for field in fields(self)))
+    def select(self, heads: Tensor) -> "_UnfinishedHeads":
+        return _UnfinishedHeads(*(getattr(self, field.name)[heads] for field in fields(self)))
 
     def sweep(self) -> Tensor:
         """Return the image of each point, after falling back to `plain` where the point raised the loss."""
@@ -342,7 +345,7 @@ def fit_dense(eta_abs: Tensor, eta_rel: Tensor) -> tuple[Tensor, Tensor, Tensor]
     """
     targets = torch.cat([eta_abs, eta_rel], -1)
     fits = [_newton(target) for target in targets]
-    parameters = torch.stack([one for one, _ in fits]) if fits else targets
+    parameters = torch.stack([fitted for fitted, _ in fits]) if fits else targets
     steps = torch.tensor([taken for _, taken in fits], dtype=torch.int64, device=eta_abs.device)
     alpha, rho = parameters.chunk(2, -1)
     return alpha, rho, steps
