@@ -28,7 +28,7 @@ from saf.calibration import (
 )
 from saf.calibration.capture import measurable_heads
 from saf.distributed import all_ranks_or_raise, on_rank0
-from saf.errors import InputError, LengthWarning, LossError, SafWarning, SelectionError, UnsupportedError
+from saf.errors import InputError, LengthWarning, LossError, SafWarning, SelectionError, UnsupportedError, shown
 from saf.exponential_fit import ExponentialFit, fit_exponential_heads
 from saf.fit import fit_kl, fit_with_certificate
 from saf.freeze_config import FreezeConfig, check_heads, head_order
@@ -101,7 +101,10 @@ def freeze_(
         SelectionError: No head that may be chosen and fits; with `strict`, fewer than k. The model is unchanged.
         LossError: A rise of held-out perplexity that is not accepted. The model is as it was.
     """
-    config = config or FreezeConfig()
+    config = FreezeConfig() if config is None else config
+    # Checked, as the default takes None's place alone: 0 or {} would otherwise freeze a quarter of the heads.
+    if not isinstance(config, FreezeConfig):
+        raise InputError(f"config must be a FreezeConfig, got {shown(config)}: pass saf.FreezeConfig(rate=0.25)")
     adapter = check_editable(model, optimizer)  # now, not after the whole measurement
     timer = Stopwatch(adapter.device)
 

@@ -285,6 +285,9 @@ def test_what_a_model_cannot_give_is_refused_before_anything_is_measured():
             saf.freeze_(make(), [ids], saf.FreezeConfig(score=score))
     with pytest.raises(InputError, match="a list of one; got a bare"):
         saf.freeze_(make(), ids)
+    for config in (0.5, 0, {}):
+        with pytest.raises(InputError, match=f"config must be a FreezeConfig, got {config}"):
+            saf.freeze_(make(), [ids], config)
 
 
 def ready_heads(model):
