@@ -110,7 +110,7 @@ def _help_rule(shown: HelpFields, info: StructTypeInfo) -> StructConstructorSpec
             behaviour = "(required)" if default is tyro.MISSING else "(optional)"
             hint = Annotated[hint, tyro.conf.arg(help_behavior_hint=behaviour)]
         text = docs.get(each.name)
-        if (names := each.metadata.get("one_of")) and not shown:  # a registry's names are long: --help-all alone
+        if names := each.metadata.get("one_of"):  # of a registry
             text = f"{text} One of {', '.join(names)}."
         members.append(StructFieldSpec(each.name, hint, default, text))
     return StructConstructorSpec(kind, tuple(members))

@@ -22,6 +22,7 @@ def test_every_command_has_help(saf):
         assert (code, f"usage: saf {name}" in out) == (0, True)
     few, every = (saf("freeze", flag)[1] for flag in ("--help", "--help-all"))
     assert ("--help-all" in few, len(few) <= 0.7 * len(every)) == (True, True)
+    assert {*SCORES} <= {*re.findall(r"\w+", few)}
     assert {*SCORES, *TARGETS} <= {*re.findall(r"\w+", every)}
     assert all(saf("bench", *words)[:2] == saf("bench", "--help")[:2] for words in ([], ["--help-all"]))
 
