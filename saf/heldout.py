@@ -73,8 +73,10 @@ def rows_at_once(language: Adapter, sequences: Sequence[Tensor]) -> Iterator[Ten
         # training run holds the rest: an event in it must not run out of memory.
         memory = min(torch.cuda.get_device_properties(device).total_memory, 4 * (free_bytes(device) or 0))
         logits = int(_SHARE_OF_MEMORY * memory) // 4
+    # A small vocabulary counts as 32,768 tokens: activations take memory too.
+    vocabulary = max(language.vocab_size or 0, 2**15)
     for length, rows in groupby(sequences, key=lambda row: row.shape[1]):
-        most = max(1, logits // (length * (language.vocab_size or 1)))
+        most = max(1, logits // (length * vocabulary))
         for part in torch.cat([*rows]).split(most):
             yield part.to(device)
 
