@@ -279,12 +279,12 @@ def _peak_rates() -> Iterator[Arm]:
 
 def _freeze_times() -> Iterator[Arm]:
     """Yield arms that freeze a quarter of the heads earlier or later, with the mean pattern and with random ones."""
-    random = freeze(0.25, pattern="structured_random")
+    random = {"freeze": {"storage": "compact", "pattern": "structured_random"}}
     # At 1.0 no update follows: the immediate cost in a trained model.
     for at in (0.25, 0.4, 0.6, 0.75, 1.0):
-        branch = partial(Arm, parent="4k-ordinary", at=at)
-        yield branch(name=f"4k-mean-25-at-{percent(at)}", settings=freeze(0.25))
-        yield branch(name=f"4k-structured-random-25-at-{percent(at)}", settings=random)
+        branch, mean = partial(Arm, parent="4k-ordinary", at=at), f"4k-mean-25-at-{percent(at)}"
+        yield branch(name=mean, settings=freeze(0.25))
+        yield branch(name=f"4k-structured-random-25-at-{percent(at)}", settings=random, heads=mean)
     for at in (0.25, 1.0):
         name, control = f"4k-mean-25-at-{percent(at)}", partial(Arm, parent=control_trunk("4k"), scaled=STRICT)
         yield control(name=f"{name}-control", at=at, settings=freeze(0.25), stand_in=name)
@@ -303,7 +303,9 @@ def _patterns() -> Iterator[Arm]:
     """Yield arms with other patterns than the mean, dense storage, learned positions, trainable patterns."""
     branch, learned = partial(Arm, parent="4k-ordinary"), "4k-learned-ordinary"
     for (pattern, settings), rate in product(PATTERNS.items(), RATES):
-        yield branch(name=f"4k-{pattern}-{percent(rate)}", settings=freeze(rate, **settings))
+        # The heads of the mean, whose compact fits may fail: other patterns need no fit and would keep such heads.
+        name, event = f"4k-{pattern}-{percent(rate)}", {"storage": "compact", **settings}
+        yield branch(name=name, settings={"freeze": event}, heads=f"4k-mean-{percent(rate)}")
     yield branch(name="4k-dense-25", settings=freeze(0.25, storage="dense"))
     yield branch(name="4k-residual-cosine-25", settings=freeze(0.25, score="residual_cosine"))
     # Another position embedding is another model from the first update on.

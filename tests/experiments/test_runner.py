@@ -168,6 +168,13 @@ def test_the_paper_scale_has_the_papers_settings(arm, expected):
     assert run.changes["freeze"]["fitter"] == "adam"
 
 
+@pytest.mark.parametrize(
+    ("arm", "mean"), [("4k-gaussian-50", "4k-mean-50"), ("4k-structured-random-25-at-75", "4k-mean-25-at-75")]
+)
+def test_other_patterns_have_the_heads_of_the_mean(arm, mean):
+    assert plan([(arm, 1337)], scale_named("paper"), Path())[arm, 1337].needs["heads"].arm.name == mean
+
+
 def test_a_dry_run_lists_tokens_and_makes_nothing(tmp_path, capsys):
     words = ["contexts", "--scale", "paper", "--seeds", "1337", "--dry-run", "--out", str(tmp_path)]
     assert main(words) == 0
