@@ -251,16 +251,17 @@ def _linear_time() -> Iterator[Arm]:
 
 def _staged() -> Iterator[Arm]:
     """Yield arms that train at 4K first, which is cheaper, and at 16K from 40% of the updates on."""
-    trunk, frozen = "16k-staged-ordinary", "16k-staged-exponential-50"
+    trunk = "16k-staged-ordinary"
     # A tenth of the updates before the event, in which heads learn to attend beyond 4K.
     yield Arm(name=trunk, parent="4k-ordinary", at=0.4, context=CONTEXTS["16k"])
     branch, timed = partial(Arm, parent=trunk), partial(Arm, parent=trunk, match=trunk)
-    speeds = {kind: matched_time("16k", kind, 0.5) for kind in ("exponential", "pruned")}
-    linear = freeze(0.5, storage="exponential")
-    yield branch(name=frozen, settings=linear)
-    yield branch(name=f"{frozen}-pruned", settings=PRUNE, heads=frozen)
-    yield timed(name=f"{frozen}-time", settings=linear, scaled=speeds["exponential"])
-    yield timed(name=f"{frozen}-pruned-time", settings=PRUNE, scaled=speeds["pruned"], heads=f"{frozen}-time")
+    for rate in (0.25, 0.5):
+        frozen, linear = f"16k-staged-exponential-{percent(rate)}", freeze(rate, storage="exponential")
+        speeds = {kind: matched_time("16k", kind, rate) for kind in ("exponential", "pruned")}
+        yield branch(name=frozen, settings=linear)
+        yield branch(name=f"{frozen}-pruned", settings=PRUNE, heads=frozen)
+        yield timed(name=f"{frozen}-time", settings=linear, scaled=speeds["exponential"])
+        yield timed(name=f"{frozen}-pruned-time", settings=PRUNE, scaled=speeds["pruned"], heads=f"{frozen}-time")
 
 
 PEAK_RATES = ("3e-4", "6e-4", "1e-3", "2e-3", "3e-3")

@@ -345,11 +345,11 @@ _OWN_CLOCK = """
     {k}-exponential-50-pruned-clock | {K} 50% same heads pruned, own clock  | {k}-exponential-50-clock
 """
 _STAGED = """
-    arm             | label                                            | against
-    {f}-time        | 4K, then 16K: 50% frozen, matched time             |
-    {f}-pruned-time | 4K, then 16K: 50% same heads pruned, matched time  | {f}-time
-    {f}             | 4K, then 16K: 50% frozen, matched tokens           |
-    {f}-pruned      | 4K, then 16K: 50% same heads pruned, matched tokens | {f}
+    arm             | label                                                 | against
+    {f}-time        | 4K, then 16K: {r}% frozen, matched time               |
+    {f}-pruned-time | 4K, then 16K: {r}% same heads pruned, matched time    | {f}-time
+    {f}             | 4K, then 16K: {r}% frozen, matched tokens             |
+    {f}-pruned      | 4K, then 16K: {r}% same heads pruned, matched tokens  | {f}
 """
 _ENDS = {"tokens": "", "time": "-time"}
 """Ticks of the figure `arms`: the ending of their arms."""
@@ -371,7 +371,8 @@ def _staged_rows() -> Iterator[Row]:
     """Yield the rows of models whose first 40% train at 4K."""
     trunk = "16k-staged-ordinary"
     yield Row(arm=trunk, label="4K, then 16K: ordinary")
-    yield from rows(_STAGED.format(f="16k-staged-exponential-50"), reference=trunk)
+    for rate in ("50", "25"):
+        yield from rows(_STAGED.format(f=f"16k-staged-exponential-{rate}", r=rate), reference=trunk)
 
 
 def _answer_lines(k: str, rate: str) -> dict[str, tuple[str, str]]:
