@@ -1,13 +1,14 @@
 """`open_model` opens the model at a path, whatever wrote it, with its data and its tokenizer.
 
 A path is a checkpoint, a run, a folder of `saf.save`, or a folder or hub name of a transformers model. `find_source`
-returns its `ModelFolder` or `TransformersFolder`; `find_model` accepts only models of this project.
+returns the `ModelFiles` of any, `find_model` those of this project's models alone; saf/hf/folders.py has the others.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,90 +17,13 @@ from saf.checkpoint import Checkpoint, find_checkpoint, open_checkpoint
 from saf.data import TextData, TokenData
 from saf.errors import DataError, InputError
 from saf.frozen_state import STATE_FILE, TENSORS_FILE
+from saf.libraries import transformers_part
 from saf.machine import Device, pick_device
 from saf.models.adapter import longest_input
 from saf.records.files import entries_hash, file_hash
 from saf.records.run import Kind, expect, is_transformers_model, kind_of
 from saf.saving import load
 from saf.tasks.base import PARENT
-
-if TYPE_CHECKING:
-    from saf.hf.folders import TransformersFolder
-
-
-@dataclass(frozen=True)
-class OpenedModel:
-    """A model with its data and its files."""
-
-    model: nn.Module
-    data: TokenData | None
-    source: "ModelFolder | TransformersFolder"
-
-    @property
-    def folder(self) -> Path:
-        """The model's path, or its name on the hub."""
-        return Path(self.source.name)
-
-    @property
-    def checkpoints(self) -> dict[str, str | None]:
-        """Hashes of the model and of the model it was frozen from, by role, for a result's header."""
-        return {"model": self.source.hash, PARENT: self.source.parent}
-
-    @property
-    def longest(self) -> int:
-        """The most tokens of an input; raises InputError where the configuration has no limit."""
-        if (longest := longest_input(self.model)) is None:
-            raise InputError(f"the configuration of {type(self.model).__name__} must have max_position_embeddings")
-        return longest
-
-    def encoder(self) -> "Encoder":
-        """Open the model's tokenizer."""
-        return self.source.encoder(self.data)
-
-
-def open_model(
-    path: Path | str, data: Path | None, device: Device, *, precision: str = "auto", needs_data: bool = True
-) -> OpenedModel:
-    """Open the model at `path`, and its data: `data`, or by default the data that it was trained on.
-
-    A transformers model, which has its own tokenizer, opens without data unless they are named or needed. With
-    precision "fp32" weights are float32, whatever their dtype in the files. Raises InputError where there is no model
-    or no data, DataError for data of another tokenizer, and CheckpointError for damaged files.
-    """
-    source = find_source(path)
-    # Before the weights, which take longest: wrong data are refused at once.
-    needs_data = needs_data or data is not None or isinstance(source, ModelFolder)
-    tokens = source.data(data) if needs_data else None
-    model = source.model(pick_device(device), torch.float32 if precision == "fp32" else None)
-    return OpenedModel(model, tokens, source)
-
-
-def find_source(path: Path | str) -> "ModelFolder | TransformersFolder":
-    """Return the folder of the model at `path`; raise as `find_model` does."""
-    if not is_transformers_model(path):
-        return find_model(path)
-    from saf.hf.folders import TransformersFolder  # optional, and its import takes seconds
-
-    return TransformersFolder.find(Path(path))
-
-
-def find_model(path: Path | str, *, optimizer: bool = False) -> "ModelFolder":
-    """Return the folder of this project's model at `path`; with `optimizer`, verify a checkpoint's optimiser too.
-
-    Raises InputError where the path is something else, CheckpointError for a damaged checkpoint.
-    """
-    path = Path(path)
-    if kind_of(path) is Kind.HEADS:  # also an ordinary model saved into the folder of a frozen one
-        remedy = "add them to one by saf.load, or move saf.json and saf.safetensors out"
-        raise InputError(f"{path} is {Kind.HEADS.value}; {remedy}")
-    kind = expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.MODEL, Kind.TRANSFORMERS)
-    if kind is Kind.TRANSFORMERS:
-        raise InputError(f"{path} holds a model of transformers; open it by AutoModelForCausalLM.from_pretrained")
-    if kind is Kind.MODEL:
-        return ModelFolder(path, None)
-    checkpoint = find_checkpoint(path)
-    assert checkpoint is not None, "a checkpoint or run is one or raises"
-    return ModelFolder(checkpoint, open_checkpoint(checkpoint, optimizer=optimizer))
 
 
 @dataclass(frozen=True)
@@ -123,19 +47,125 @@ class Encoder:
         return self.bos
 
 
+class ModelFiles(ABC):
+    """A model on disk, whatever wrote it."""
+
+    @property
+    @abstractmethod
+    def name(self) -> str:
+        """The model's path, or its name on the hub."""
+
+    @property
+    @abstractmethod
+    def hash(self) -> str:
+        """One SHA-256 over the model's files."""
+
+    @property
+    @abstractmethod
+    def parent(self) -> str | None:
+        """The hash of the model that this one was frozen from, where its files do not record that themselves."""
+
+    @abstractmethod
+    def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
+        """Open the model with its frozen heads, by default in the dtype of its files."""
+
+    @abstractmethod
+    def encoder(self, data: TokenData | None = None) -> Encoder:
+        """Open the model's tokenizer, of a model of this project that of `data`."""
+
+    @abstractmethod
+    def data(self, path: Path | None) -> TokenData:
+        """Open the data at `path`, prepared or a file of text, by default those that the model was trained on.
+
+        Raises InputError without a path where there are no such data, DataError for data of another tokenizer.
+        """
+
+
 @dataclass(frozen=True)
-class ModelFolder:
+class OpenedModel:
+    """A model with its data and its files."""
+
+    model: nn.Module
+    data: TokenData | None
+    source: ModelFiles
+
+    @property
+    def folder(self) -> Path:
+        """The model's path, or its name on the hub."""
+        return Path(self.source.name)
+
+    @property
+    def checkpoints(self) -> dict[str, str | None]:
+        """Hashes of the model and of the model it was frozen from, by role, for a result's header."""
+        return {"model": self.source.hash, PARENT: self.source.parent}
+
+    @property
+    def longest(self) -> int:
+        """The most tokens of an input; raises InputError where the configuration has no limit."""
+        if (longest := longest_input(self.model)) is None:
+            raise InputError(f"the configuration of {type(self.model).__name__} must have max_position_embeddings")
+        return longest
+
+    def encoder(self) -> Encoder:
+        """Open the model's tokenizer."""
+        return self.source.encoder(self.data)
+
+
+def open_model(
+    path: Path | str, data: Path | None, device: Device, *, precision: str = "auto", needs_data: bool = True
+) -> OpenedModel:
+    """Open the model at `path`, and its data: `data`, or by default the data that it was trained on.
+
+    A transformers model, which has its own tokenizer, opens without data unless they are named or needed. With
+    precision "fp32" weights are float32, whatever their dtype in the files. Raises InputError where there is no model
+    or no data, DataError for data of another tokenizer, and CheckpointError for damaged files.
+    """
+    source = find_source(path)
+    # Before the weights, which take longest: wrong data are refused at once.
+    needs_data = needs_data or data is not None or isinstance(source, ModelFolder)
+    tokens = source.data(data) if needs_data else None
+    model = source.model(pick_device(device), torch.float32 if precision == "fp32" else None)
+    return OpenedModel(model, tokens, source)
+
+
+def find_source(path: Path | str) -> ModelFiles:
+    """Return the files of the model at `path`; raise as `find_model` does."""
+    return transformers_part("folder").find(Path(path)) if is_transformers_model(path) else find_model(path)
+
+
+def find_model(path: Path | str, *, optimizer: bool = False) -> "ModelFolder":
+    """Return the folder of this project's model at `path`; with `optimizer`, verify a checkpoint's optimiser too.
+
+    Raises InputError where the path is something else, CheckpointError for a damaged checkpoint.
+    """
+    path = Path(path)
+    if kind_of(path) is Kind.HEADS:  # also an ordinary model saved into the folder of a frozen one
+        remedy = "add them to one by saf.load, or move saf.json and saf.safetensors out"
+        raise InputError(f"{path} is {Kind.HEADS.value}; {remedy}")
+    kind = expect(path, Kind.CHECKPOINT, Kind.RUN, Kind.MODEL, Kind.TRANSFORMERS)
+    if kind is Kind.TRANSFORMERS:
+        raise InputError(f"{path} holds a model of transformers; open it by AutoModelForCausalLM.from_pretrained")
+    if kind is Kind.MODEL:
+        return ModelFolder(path, None)
+    checkpoint = find_checkpoint(path)
+    assert checkpoint is not None, "a checkpoint or run is one or raises"
+    return ModelFolder(checkpoint, open_checkpoint(checkpoint, optimizer=optimizer))
+
+
+@dataclass(frozen=True)
+class ModelFolder(ModelFiles):
     """The files of a model of this project: a verified checkpoint, perhaps of a run, or a folder of `saf.save`."""
 
     folder: Path
     checkpoint: Checkpoint | None
-    parent: ClassVar[None] = None
-    """None: a checkpoint's own files record the model that it was frozen from."""
 
     @property
     def name(self) -> str:
-        """The folder's path."""
         return str(self.folder)
+
+    @property
+    def parent(self) -> None:
+        return None
 
     @property
     def hash(self) -> str:
@@ -153,22 +183,15 @@ class ModelFolder:
         return self.state.get("settings") or {}
 
     def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-        """Open the model with its frozen heads, in its own dtype by default."""
         model = load(self.folder) if self.checkpoint is None else self.checkpoint.model(device)
         return model.to(device, dtype)
 
     def encoder(self, data: TokenData | None = None) -> Encoder:
-        """Open the tokenizer of `data`, by default of the data that the model was trained on."""
         tokenizer = (self.data(None) if data is None else data).tokenizer()
         return Encoder(tokenizer.encode, tokenizer.encode, tokenizer.eot_id)
 
     def data(self, path: Path | None) -> TokenData:
-        """Open the data at `path`, by default the data that the model was trained on.
-
-        A file of text is encoded by the tokenizer of the training data. Raises InputError without a path, where the
-        model records no data or was trained on examples of a task; DataError for data of another tokenizer, or where
-        that of a text is missing.
-        """
+        # A file of text is encoded by the tokenizer of the training data.
         recorded, task = self.settings.get("data"), self.settings.get("task") or "text"
         if path is None and (recorded is None or task != "text"):
             got = "records no data" if recorded is None else f"was trained on {task}, which is no held-out text"

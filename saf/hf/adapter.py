@@ -17,18 +17,11 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from saf.errors import UnsupportedError
 from saf.frozen_state import IMPORT_LINE, SCHEMA
 from saf.heads import BIAS, HeadLayout
-from saf.hf.attention import (
-    NAME,
-    HeadState,
-    attach_state,
-    config_entry,
-    detach_idle_state,
-    mask_for_generation,
-    set_forward,
-    state_of,
-)
-from saf.hf.families import CONV1D, FAMILIES, NO_FAMILY
+from saf.hf.attention import NAME, config_entry, mask_for_generation, set_forward, state_of
+from saf.hf.families import CONV1D, FAMILIES, NO_FAMILY, Family
+from saf.hf.pretrained import patch_pretrained
 from saf.models.adapter import Adapter, Receiver, Removed, Site
+from saf.models.frozen_layout import LayoutMixin
 from saf.ops import FrozenHeads
 
 STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
@@ -124,8 +117,6 @@ class TransformersAdapter(Adapter):
 
     def set_attention_function(self) -> None:
         """Use `attend` while heads are edited, and the model's original attention function once none is."""
-        from saf.hf.pretrained import patch_pretrained  # which imports this module
-
         states = [state for attention in self._attention if (state := state_of(attention)) is not None]
         original = next((state.original_function for state in states if state.original_function is not None), None)
         if not all(state.layout.ordinary for state in states):
@@ -165,7 +156,7 @@ class TransformersSite(Site):
             self.unsupported_reason = f"layer {attention.layer_idx} attends within a sliding window of {window} tokens"
 
     @property
-    def state(self) -> HeadState:
+    def state(self) -> "HeadState":
         return state_of(self.attention) or HeadState(self.attention, self._family)
 
     def projections(self) -> dict[str, tuple[Tensor, int]]:
@@ -219,3 +210,50 @@ class TransformersSite(Site):
         finally:
             receivers.remove(receiver)
             detach_idle_state(self.attention)
+
+
+# --- the state of a layer
+
+
+class HeadState(LayoutMixin):
+    """The submodule `saf` of an attention layer: which heads are frozen or pruned, and the patterns of frozen ones."""
+
+    def __init__(self, attention: Any, family: Family):
+        super().__init__()
+        heads = attention.config.num_attention_heads
+        self.layout = HeadLayout(heads, getattr(attention.config, "num_key_value_heads", heads))
+        self.family = family
+        self.frozen: FrozenHeads | None = None
+        self.removed: Removed = {}
+        self.receivers: list[Receiver] = []
+        self.kernel = "auto"
+        """Name of the SDPA kernel for live heads, see `mixed_attention`."""
+        self.original_function: str | None = None
+        """Name of the attention function that the model had before heads were edited."""
+        self.fingerprint = ""
+        """Kind of each head and digest of its pattern. A cache records it, and is refused by a layer with another."""
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Patch transformers in a process that unpickles a model, so that the model can be saved there."""
+        super().__setstate__(state)
+        patch_pretrained()
+
+    def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
+        """Store a new layout, its frozen heads, and the removed rows that `uninstall_` puts back."""
+        self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
+        self.set_layout(layout, frozen)
+        self.fingerprint = "" if self.frozen_layout is None else str(self.frozen_layout.tolist())
+
+
+def attach_state(attention: Any, family: Family) -> HeadState:
+    """Return a layer's submodule `saf`, adding it where it is missing."""
+    if (state := state_of(attention)) is None:
+        state = attention.saf = HeadState(attention, family)
+    return state
+
+
+def detach_idle_state(attention: Any) -> None:
+    """Remove a layer's submodule `saf` once it has no edited head, receiver or pinned kernel."""
+    state = state_of(attention)
+    if state is not None and state.layout.ordinary and not state.receivers and state.kernel == "auto":
+        del attention.saf

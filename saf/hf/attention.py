@@ -1,8 +1,9 @@
 """Attention layers of transformers' models with frozen or pruned heads: forward pass, attention function and masks.
 
-A layer with edited heads has a submodule `saf`, its `HeadState`, and runs `edited_forward` in place of its class's
-forward pass. All layers of the model then call `attend`, which is registered with transformers as "saf", and get their
-masks from `padding_mask`. Packed documents (`position_ids` that restart) are split into one row each before attention.
+A layer with edited heads has a submodule `saf`, its `HeadState` (saf/hf/adapter.py), and runs `edited_forward` in place
+of its class's forward pass. All layers of the model then call `attend`, which is registered with transformers as "saf",
+and get their masks from `padding_mask`. Packed documents (`position_ids` that restart) are split into one row each
+before attention.
 """
 
 import sys
@@ -19,12 +20,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
 from saf.errors import InputError, UnsupportedError, shown
-from saf.heads import HeadLayout, roles_of
+from saf.heads import roles_of
 from saf.hf.cache import fit_cache
-from saf.hf.families import Family
-from saf.models.adapter import Receiver, Removed
-from saf.models.frozen_layout import LayoutMixin
-from saf.ops import FrozenHeads, frozen_attention, live_attention, mixed_attention
+from saf.ops import frozen_attention, live_attention, mixed_attention
 from saf.ops.frozen_heads import beyond_patterns
 from saf.ops.linear import RecurrentState
 from saf.ops.tensors import CachePosition, cached_order, device_assert, first_real_position, join_heads, left_padding
@@ -84,7 +82,7 @@ def attend(
 
 
 def _attend_rows(
-    state: "HeadState | None", live: dict[str, Any], frozen: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
+    state: Any, live: dict[str, Any], frozen: dict[str, Any], query: Tensor, key: Tensor, value: Tensor
 ) -> Tensor:
     """Return the attention output `[B, H, Tq, D]`, where each row of the batch is one sequence.
 
@@ -170,60 +168,14 @@ def _project(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor
     return parts.get("query", empty), parts.get("key", empty), parts["value"]
 
 
-class HeadState(LayoutMixin):
-    """The submodule `saf` of an attention layer: which heads are frozen or pruned, and the patterns of frozen ones."""
-
-    def __init__(self, attention: Any, family: Family):
-        super().__init__()
-        heads = attention.config.num_attention_heads
-        self.layout = HeadLayout(heads, getattr(attention.config, "num_key_value_heads", heads))
-        self.family = family
-        self.frozen: FrozenHeads | None = None
-        self.removed: Removed = {}
-        self.receivers: list[Receiver] = []
-        self.kernel = "auto"
-        """Name of the SDPA kernel for live heads, see `mixed_attention`."""
-        self.original_function: str | None = None
-        """Name of the attention function that the model had before heads were edited."""
-        self.fingerprint = ""
-        """Kind of each head and digest of its pattern. A cache records it, and is refused by a layer with another."""
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Patch transformers in a process that unpickles a model, so that the model can be saved there."""
-        from saf.hf.pretrained import patch_pretrained
-
-        super().__setstate__(state)
-        patch_pretrained()
-
-    def assign(self, layout: HeadLayout, frozen: FrozenHeads | None, removed: Removed) -> None:
-        """Store a new layout, its frozen heads, and the removed rows that `uninstall_` puts back."""
-        self.layout, self.frozen, self.removed = layout, frozen, dict(removed)
-        self.set_layout(layout, frozen)
-        self.fingerprint = "" if self.frozen_layout is None else str(self.frozen_layout.tolist())
-
-
-def state_of(attention: nn.Module) -> HeadState | None:
-    """Return a layer's submodule `saf`; None where no head is edited, no receiver listens and no kernel is pinned."""
+def state_of(attention: nn.Module) -> Any:
+    """Return a layer's `HeadState`; None where no head is edited, no receiver listens and no kernel is pinned."""
     return getattr(attention, NAME, None)
 
 
 def config_entry(config: Any) -> dict[str, Any]:
     """Return a configuration's entry `saf` about frozen and pruned heads; empty where no head is edited."""
     return getattr(config, "saf", None) or {}
-
-
-def attach_state(attention: Any, family: Family) -> HeadState:
-    """Return a layer's submodule `saf`, adding it where it is missing."""
-    if (state := state_of(attention)) is None:
-        state = attention.saf = HeadState(attention, family)
-    return state
-
-
-def detach_idle_state(attention: Any) -> None:
-    """Remove a layer's submodule `saf` once it has no edited head, receiver or pinned kernel."""
-    state = state_of(attention)
-    if state is not None and state.layout.ordinary and not state.receivers and state.kernel == "auto":
-        del attention.saf
 
 
 def set_forward(attention: Any) -> None:

@@ -34,7 +34,7 @@ from saf.hf.families import CAUSAL, FAMILIES
 from saf.hf.pretrained import patch_pretrained
 from saf.machine import device_name, pick_device
 from saf.models.adapter import adapter_for
-from saf.opening import Encoder, OpenedModel, folder_hash, weight_files
+from saf.opening import Encoder, ModelFiles, OpenedModel, folder_hash, weight_files
 from saf.records.files import new_folder, read_json, write_json
 from saf.records.result import result_header
 from saf.tasks.base import PARENT, Progress, precision_in_use
@@ -55,11 +55,15 @@ TOKENIZER_FILES = (
 
 
 @dataclass(frozen=True)
-class TransformersFolder:
-    """A causal language model of transformers: `name` is a path or a name on the hub, `folder` has its files."""
+class TransformersFolder(ModelFiles):
+    """A causal language model of transformers, whose files are in `folder`."""
 
-    name: str
+    path: Path
     folder: Path
+
+    @property
+    def name(self) -> str:
+        return str(self.path)
 
     @classmethod
     def find(cls, path: Path) -> "TransformersFolder":
@@ -78,24 +82,20 @@ class TransformersFolder:
         architectures = read_json(folder / "config.json").get("architectures") or []
         if architectures and not any(name.endswith(CAUSAL) for name in architectures):
             raise InputError(f"{path} must hold a causal language model (...ForCausalLM), got {architectures[0]}")
-        return cls(str(path), folder)
+        return cls(path, folder)
 
     @property
     def hash(self) -> str:
-        """The SHA-256 of configuration, weights and heads."""
         return folder_hash(self.folder)
 
     @property
     def parent(self) -> str | None:
-        """The hash of the model that `saf freeze` read; None for other folders, and once the folder has changed."""
+        # Of the model that `saf freeze` read; None for other folders, and once the folder has changed.
         record = read_json(self.folder / RECORD) if (self.folder / RECORD).is_file() else {}
         return record["provenance"]["checkpoints"][PARENT] if record.get("model") == self.hash else None
 
     def model(self, device: torch.device, dtype: torch.dtype | None = None) -> nn.Module:
-        """Open the model with its frozen heads and without attention dropout, by default in the dtype of its files.
-
-        Raises CheckpointError where its files miss weights.
-        """
+        """Open the model without attention dropout; raise CheckpointError where its files miss weights."""
         options: dict[str, Any] = dict.fromkeys(self.attention_dropout(), 0.0)
         if dtype is not None:
             options["dtype"] = dtype
@@ -121,7 +121,6 @@ class TransformersFolder:
         return {field: rate for field in fields if (rate := getattr(config, field, 0.0))}
 
     def encoder(self, data: TokenData | None = None) -> Encoder:
-        """Open the model's tokenizer; raise DataError where transformers finds none."""
         with _translate_errors(DataError, f"{self.name} has no tokenizer; copy it into the model's folder"):
             tokenizer: Any = AutoTokenizer.from_pretrained(self.name)
         bos = tokenizer.bos_token_id
@@ -133,10 +132,6 @@ class TransformersFolder:
         return Encoder(lambda text: [*prefix, *encode_plain(text)], encode_plain, first_token, bos)
 
     def data(self, path: Path | None) -> TokenData:
-        """Open prepared data of the model's tokenizer, or a file of text, to be encoded by it.
-
-        Raises InputError without a path, DataError for data of another tokenizer, or a model without one.
-        """
         advice = f"`saf data prepare TEXT --tokenizer {self.folder} --out DATA`"
         if path is None:
             raise InputError(f"{self.name} needs --data: a file of text, or a folder by {advice}")

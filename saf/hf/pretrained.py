@@ -30,10 +30,9 @@ from saf.frozen_state import (
     write_description,
 )
 from saf.heads import EDITED
-from saf.hf.adapter import TransformersAdapter
-from saf.hf.attention import NAME, HeadState, config_entry, state_of
+from saf.hf.attention import NAME, config_entry, state_of
 from saf.hf.model_card import CARD, entry_of, write_section
-from saf.models.adapter import Adapter, adapter_for
+from saf.models.adapter import Adapter, adapter_for, language_model
 from saf.models.frozen_layout import LAYOUT, compare_layouts
 from saf.records.files import new_files
 
@@ -101,11 +100,11 @@ def _upload_modified_files(
 
 def _edited_adapter(model: Any) -> Adapter | None:
     """Return the adapter of a model with edited heads; None for others, and where only peft adapters are saved."""
-    states = (module for module in model.modules() if isinstance(module, HeadState))
-    unedited = getattr(model, _PEFT, False) or all(state.layout.ordinary for state in states)
-    if unedited or not (adapter := TransformersAdapter(model)).sites():
+    edited = any((state := state_of(each)) is not None and not state.layout.ordinary for each in model.modules())
+    if not edited or getattr(model, _PEFT, False):
         return None
-    return adapter
+    adapter = language_model(model)
+    return adapter if adapter.sites() else None
 
 
 # --- opening

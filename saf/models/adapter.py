@@ -17,6 +17,7 @@ from torch.nn import functional as F
 
 from saf.errors import InputError, UnsupportedError
 from saf.heads import BIAS, HeadLayout, HeadSet, roles_of
+from saf.libraries import transformers_part
 from saf.models.gpt import GPT, Attention, plain_weight
 from saf.ops import FrozenHeads
 
@@ -44,11 +45,8 @@ def adapter_for(model: nn.Module) -> "Adapter":
 
 def language_model(model: nn.Module) -> "Adapter":
     """Return the adapter of a model that is only to be evaluated: of an unsupported family it has no `sites`."""
-    if isinstance(inner := unwrap(model), GPT):
-        return GPTAdapter(inner)
-    from saf.hf.adapter import TransformersAdapter  # optional, and its import takes seconds
-
-    return TransformersAdapter(inner)
+    inner = unwrap(model)
+    return GPTAdapter(inner) if isinstance(inner, GPT) else transformers_part("adapter")(inner)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
