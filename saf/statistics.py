@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -68,6 +68,16 @@ class AttentionStatistics:
         tensor, (layers, heads) = self.collected[name], zip(*self.collected_heads, strict=True)
         whole = tensor.new_full((*self.variance.shape, *tensor.shape[1:]), torch.nan)
         return whole.index_put((torch.tensor(layers), torch.tensor(heads)), tensor)
+
+
+class LayerStatistics(NamedTuple):
+    """Fields of `AttentionStatistics` for the measured heads of one layer: `[heads]` or `[heads, T]`, float64."""
+
+    variance: Tensor
+    forward_kl: Tensor
+    eta_abs: Tensor
+    eta_rel: Tensor
+    row_entropy: Tensor
 
 
 def required_keywords(function: Callable[..., Any]) -> tuple[str, ...]:

@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 from saf.calibration.capture import capture_layers, heads_at_a_time, plan_calibration
-from saf.calibration.measure import COLLECTIONS, Collected, LayerStatistics, latter_half, measure_layer
+from saf.calibration.measure import COLLECTIONS, Collected, latter_half, measure_layer
 from saf.calibration.score_inputs import QKGradient, gate_gradients, head_outputs
 from saf.calibration.sequences import Batch, Sequences, read_batches, read_sequences
 from saf.errors import DivergenceError
 from saf.heads import Head
 from saf.machine import Stopwatch
 from saf.models.adapter import evaluation_mode
-from saf.statistics import AttentionStatistics
+from saf.statistics import AttentionStatistics, LayerStatistics
 
 __all__ = [
     "COLLECTIONS", "Batch", "Collected", "QKGradient", "Sequences", "calibrate", "gate_gradients", "head_outputs",

@@ -16,11 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.calibration.measure import LayerStatistics
-from saf.ops.fused_kernels import load_rows
-from saf.ops.launch import SHARED_MEMORY, cdiv, launch, shared_memory
+from saf.ops.launch import SHARED_MEMORY, cdiv, launch, load_rows, shared_memory
 from saf.ops.live import score_scale
-from saf.statistics import FLOOR
+from saf.statistics import FLOOR, LayerStatistics
 
 SCRATCH_BYTES = 1 << 28  # memory for the sums of tiles; a band of row blocks is measured at a time, at least one block
 FLOAT32_BYTES = 160 << 10  # shared memory of a program in float32 at 256 channels, the largest of all

@@ -20,22 +20,12 @@ from saf.errors import InputError, check_name
 from saf.heads import HeadSet
 from saf.ops.backend import TRITON_DTYPES, has_triton
 from saf.ops.live import capped, score_scale
-from saf.statistics import FLOOR
+from saf.statistics import FLOOR, LayerStatistics
 
 MAX_DIM = 256  # most channels of a head that the kernels take: two steps of 128 fit into registers
 ROWS = 128  # rows of a strip: products of that height run near a device's peak, and a strip stays small
 STRIP_ELEMENTS = {"cpu": 1 << 24, "cuda": 1 << 28}  # entries of a strip's patterns: 64 MB, or 1 GB, of float32
 NUM_POSITIONS = 64  # default number of query positions whose rows are collected: neighbouring rows are nearly the same
-
-
-class LayerStatistics(NamedTuple):
-    """Fields of `AttentionStatistics` for the measured heads of one layer: `[heads]` or `[heads, T]`, float64."""
-
-    variance: Tensor
-    forward_kl: Tensor
-    eta_abs: Tensor
-    eta_rel: Tensor
-    row_entropy: Tensor
 
 
 def measure_layer(

@@ -12,8 +12,8 @@
     tensors        heads and positions of the tensors that all of these take
 
 An operation begins with the formula and what computes it in plain PyTorch, and ends with the registered operator, its
-gradient and the backend. Its Triton kernels are in the file NAME_kernels beside it, which the first call that runs one
-imports; names that kernels share are in `launch`.
+gradient and the backend. Its Triton kernels are in the file NAME_kernels beside it. That knows nothing of its caller,
+and the first call that runs a kernel imports it; what kernels share is in `launch`.
 
 The gradient of frozen heads to values is dV = P^T dO: `value_gradient` in toeplitz and linear, `operand_gradients` in
 fused, `logit_gradients` in toeplitz where patterns are trained, autograd's own in `Reference` and for stored matrices

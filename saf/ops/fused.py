@@ -17,7 +17,6 @@ its work: in a CUDA graph of 1 x 512 an ordinary layer takes 70 us, one with fro
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +28,6 @@ from saf.patterns import Pattern
 
 # Kinds of a head in the kernels: ordinary attention, a compact pattern, a dense one.
 LIVE, COMPACT, DENSE = 0, 1, 2
-# Entries of minus infinity in front of rho, and the multiple to which its length is rounded up. A tile on the diagonal
-# reads twice the largest block of 128 positions back.
-PAD = 256
 # Logarithms times this are exponents of 2.
 LOG2E = 1 / math.log(2)
 # Shifted copies of rho: one of them is aligned for a 16-byte load of four float32 elements at any distance.
@@ -40,37 +36,22 @@ BAND_SHIFTS = 4
 # --- tables
 
 
-class FusedTables(NamedTuple):
-    """What the kernels read of a layer with H heads, live ones first: maps, int32, and patterns in units of log 2.
-
-    Attributes:
-        state: `[H]` kind of each head: LIVE, COMPACT or DENSE.
-        key: `[H]` slot in the key, for live heads; others hold 0, which is never read.
-        value: `[H]` slot in the value.
-        pattern: `[H]` slot among the patterns of the head's own kind.
-        group_start: `[H_kv + 1]` first entry of each value head in `group_heads`; `[0]` where each serves one head.
-        group_heads: `[H]` heads sorted by value slot.
-        alpha: `[F_compact, T]` float32, as the next two.
-        band: `[F_compact, 4, PAD + W]` copies of rho, copy s shifted by s, -inf before distance 0; W is T rounded up to
-            PAD.
-        log_z: `[F_compact, T]`.
-        dense: `[F_dense, T, T]` bfloat16, float16 or float32.
-    """
-
-    state: Tensor
-    key: Tensor
-    value: Tensor
-    pattern: Tensor
-    group_start: Tensor
-    group_heads: Tensor
-    alpha: Tensor
-    band: Tensor
-    log_z: Tensor
-    dense: Tensor
-
-
-# Names of the tables about heads, and of those with the patterns' numbers.
-MAPS, PATTERNS = FusedTables._fields[:6], FusedTables._fields[6:]
+# What the kernels read of a layer with H heads, live ones first, in the order of the operators' `tables`.
+MAPS = (  # int32
+    "state",  # [H] kind of each head: LIVE, COMPACT or DENSE
+    "key",  # [H] slot in the key, for live heads; others hold 0, which is never read
+    "value",  # [H] slot in the value
+    "pattern",  # [H] slot among the patterns of the head's own kind
+    "group_start",  # [H_kv + 1] first entry of each value head in `group_heads`; [0] where each serves one head
+    "group_heads",  # [H] heads sorted by value slot
+)
+PATTERNS = (  # float32 in units of log 2, but for `dense`
+    "alpha",  # [F_compact, T]
+    # [F_compact, 4, PAD + W] copies of rho, copy s shifted by s, -inf before distance 0; W is T rounded up to PAD
+    "band",
+    "log_z",  # [F_compact, T]
+    "dense",  # [F_dense, T, T] in the values' dtype
+)
 
 
 def head_maps(state: Sequence[int], value: Sequence[int], device: torch.device | str) -> Tables:
@@ -108,6 +89,8 @@ def pattern_tables(patterns: Sequence[Pattern], dtype: torch.dtype, device: torc
 
 def shifted_band(rho: Tensor) -> Tensor:
     """Return the `band` of `rho [F, T]`."""
+    from saf.ops.fused_kernels import PAD
+
     heads, length = rho.shape
     width = PAD + -(-length // PAD) * PAD
     # Minus infinity makes weights of zero: for future keys in front of rho, beyond T behind it.
@@ -130,7 +113,7 @@ def layer_tables(kinds: Sequence[int], layout: str, kv_head: Sequence[int], devi
 
 
 def operator_tables(tables: Tables, layout: str, prefix: str = "") -> tuple[list[Tensor], list[int]]:
-    """Return the tensors of `FusedTables` and the numbers of heads of each kind, as the operators take them."""
+    """Return the tensors of MAPS and PATTERNS and the numbers of heads of each kind, as the operators take them."""
     maps = [tables[f"{prefix}{layout}_{name}"] for name in MAPS]
     return maps + [tables[prefix + name] for name in PATTERNS], list(tables[f"{prefix}{layout}_counts"])
 
@@ -151,7 +134,7 @@ def fused_product_backward(
     from saf.ops.fused_kernels import fused_backward
 
     gradient, query, key, value = (unit_stride(x) for x in (gradient, query, key, value))
-    return fused_backward(gradient, query, key, value, output, log_sums, FusedTables(*tables), counts, scale)
+    return fused_backward(gradient, query, key, value, output, log_sums, tables, counts, scale)
 
 
 def _save_operands(ctx, inputs, output) -> None:
@@ -179,20 +162,20 @@ def fused_product(
 ) -> tuple[Tensor, Tensor]:
     """Mix all heads of a layer, in head order, `[B, H, T, D]`, and return the live heads' row log-sum-exps `[B, L, T]`.
 
-    `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `tables` are the tensors of `FusedTables`,
-    `counts` the numbers of live, compact and dense heads.
+    `query [B, L, T, D]`, `key [B, K, T, D]`, `value [B, H_kv, T, D]`; `tables` are the tensors of MAPS and
+    PATTERNS, `counts` the numbers of live, compact and dense heads.
     """
     from saf.ops.fused_kernels import fused_forward
 
     query, key, value = (unit_stride(x) for x in (query, key, value))
-    return fused_forward(query, key, value, FusedTables(*tables), counts, scale)
+    return fused_forward(query, key, value, tables, counts, scale)
 
 
 class Fused(Backend):
     """Execute frozen heads as the paper does, in one launch with live ones.
 
-    Its tables: those of `FusedTables`, with maps `frozen_*` of the frozen heads alone, and `mixed_*` of all slots where
-    `kv_head` names their value heads.
+    Its tables: those of PATTERNS, and of MAPS as `frozen_*` of the frozen heads alone and, where `kv_head` names their
+    value heads, as `mixed_*` of all slots.
     """
 
     how = "one Triton launch a layer for live and frozen heads (the paper's execution)"

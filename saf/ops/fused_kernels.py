@@ -19,13 +19,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.ops.fused import PAD, FusedTables
-from saf.ops.launch import add_product, cdiv, launch, padded_channels, strides
+from saf.ops.launch import add_product, cdiv, launch, load_rows, padded_channels, strides
 from saf.ops.tensors import heads_like
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
 
+# Entries of minus infinity in front of rho, and the multiple to which its length is rounded up. A tile on the diagonal
+# reads twice the largest block of 128 positions back.
+PAD = 256
 LOG2E = tl.constexpr(1.4426950408889634)  # 1 / log 2: the kernels' exponentials are powers of two
 # B x H x T, and B x H x T x T, up to either of which few programs are launched, in smaller blocks of queries. Up to the
 # first, blocks of 128 queries number less than three a multiprocessor of an H200 (384 on 132). Around the limits both
@@ -84,7 +86,7 @@ def _small(dim: int) -> Blocks:
 
 
 def fused_forward(
-    query: Tensor, key: Tensor, value: Tensor, tables: FusedTables, counts: Sequence[int], scale: float, *,
+    query: Tensor, key: Tensor, value: Tensor, tables: Sequence[Tensor], counts: Sequence[int], scale: float, *,
     visible: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Do `saf::fused` in one launch; with `visible` a compiler sees the kernel.
@@ -92,8 +94,8 @@ def fused_forward(
     Channels have unit stride, other dimensions any. The output is stored as `[B, T, H, D]`; log-sum-exps are float32,
     in nats.
     """
-    batch, _, length, dim = value.shape
-    live, heads = counts[0], sum(counts)
+    (batch, _, length, dim), live, heads = value.shape, counts[0], sum(counts)
+    state, key_slot, value_slot, pattern, _, _, *patterns = tables
     result, lse = heads_like(value, heads), value.new_empty(batch, live, length, dtype=torch.float32)
     if not result.numel():
         return result, lse
@@ -102,8 +104,8 @@ def fused_forward(
     blocks = choose_forward(dim=dim, dtype=value.dtype, few=few)
     grid = (batch * heads, cdiv(length, blocks.block_m))
     arguments = (
-        query, key, value, result, lse, *tables[:4], *_patterns(tables), heads, live, length, scale * LOG2E.value,
-        *strides(query, key, value),
+        query, key, value, result, lse, state, key_slot, value_slot, pattern, *patterns, patterns[0].shape[1],
+        heads, live, length, scale * LOG2E.value, *strides(query, key, value),
     )  # fmt: skip
     constants = blocks.constants(length, dim) | _kinds(counts)
     # A compiler that sees the kernel puts its launch into the compiled code, at a fraction of an operator's host time.
@@ -122,12 +124,12 @@ def visible_forward(
 
     Called from Python or from an exported program, it costs the host more than `saf::fused`. Channels have unit stride.
     """
-    return fused_forward(query, key, value, FusedTables(*tables), counts, scale, visible=True)[0]
+    return fused_forward(query, key, value, tables, counts, scale, visible=True)[0]
 
 
 def fused_backward(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, tables: FusedTables,
-    counts: Sequence[int], scale: float,
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor,
+    tables: Sequence[Tensor], counts: Sequence[int], scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients to query, key and value, each stored as `[B, T, heads, D]`; deterministic.
 
@@ -137,7 +139,8 @@ def fused_backward(
     dq, dk, dv = heads_like(query, live), heads_like(key, keys), heads_like(value, num_value_heads)
     if dv.numel() == 0:
         return dq, dk, dv
-    grouped = tables.group_start.numel() > 0
+    state, key_slot, value_slot, pattern, group_start, group_heads, *patterns = tables
+    grouped = group_start.numel() > 0
     # Programs of a key block or a query block add in a fixed order, without atomics: gradients repeat bit for bit.
     by_key, by_query = choose_backward(dim=dim, dtype=value.dtype, grouped=grouped)
     operands, delta = (query, key, value, grad, lse), torch.empty_like(lse)
@@ -150,22 +153,17 @@ def fused_backward(
         )  # fmt: skip
     launch(
         key_block_kernel, (batch * num_value_heads, cdiv(length, by_key.block_k)), *operands, delta, dk, dv,
-        tables.state, tables.key, tables.pattern, tables.group_start, tables.group_heads,
-        *_patterns(tables), num_value_heads, live, keys, length, scale, *of_operands,
+        state, key_slot, pattern, group_start, group_heads, *patterns, patterns[0].shape[1],
+        num_value_heads, live, keys, length, scale, *of_operands,
         **by_key.constants(length, dim), **_kinds(counts), GROUPED=grouped, device=value.device,
     )  # fmt: skip
     if live:
         launch(
             query_block_kernel, (batch * live, cdiv(length, by_query.block_m)), *operands, delta, dq,
-            tables.key, tables.value, live, length, scale, *of_operands,
+            key_slot, value_slot, live, length, scale, *of_operands,
             **by_query.constants(length, dim), device=value.device,
         )  # fmt: skip
     return dq, dk, dv
-
-
-def _patterns(tables: FusedTables) -> tuple[Any, ...]:
-    """Return the patterns and the positions that they cover."""
-    return *tables[6:], tables.alpha.shape[1]
 
 
 def _kinds(counts: Sequence[int]) -> dict[str, Any]:
@@ -514,23 +512,6 @@ def query_block_kernel(
 
 
 # --- memory
-
-
-@triton.jit
-def load_rows(
-    pointer, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr
-):  # fmt: skip
-    """Load the first DP channels of rows, from a start, of a [T, D] matrix as [ROWS, DP], zero outside."""
-    o_r = tl.arange(0, ROWS)
-    o_d = tl.arange(0, DP)
-    # The start's offset is 64 bits wide, those within a block 32: fewer registers.
-    p = pointer + tl.cast(start, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
-    # The fewest masks: whole blocks need none, powers of two none over channels.
-    if EVEN and D >= DP:
-        return tl.load(p)
-    if D >= DP:
-        return tl.load(p, mask=(start + o_r < T)[:, None], other=0.0)
-    return tl.load(p, mask=(start + o_r < T)[:, None] & (o_d < D)[None, :], other=0.0)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""`launch` runs a Triton kernel at little cost to the host; here too are the names that all kernels share.
+"""`launch` runs a Triton kernel at little cost to the host; here too are names and functions that kernels share.
 
 Sizes: B sequences, H heads, L live ones, T positions, D channels, DP: rounded up to a power of two, N = B x D. Letters:
 b sequence, h head or slot, g value head of a group, m query positions (rows of P), k key positions (columns of P), n
@@ -121,3 +121,20 @@ def add_product(acc, b_a, b_b, PRECISION: tl.constexpr):
         # the compiler from joining the two.
         return acc + tl.dot(b_a.to(b_b.dtype), b_b, input_precision=PRECISION, max_num_imprecise_acc=1)
     return tl.dot(b_a.to(b_b.dtype), b_b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def load_rows(
+    pointer, start, stride, T, ROWS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Load the first DP channels of rows, from a start, of a [T, D] matrix as [ROWS, DP], zero outside."""
+    o_r = tl.arange(0, ROWS)
+    o_d = tl.arange(0, DP)
+    # The start's offset is 64 bits wide, those within a block 32: fewer registers.
+    p = pointer + tl.cast(start, tl.int64) * stride + (o_r[:, None] * stride + o_d[None, :])
+    # The fewest masks: whole blocks need none, powers of two none over channels.
+    if EVEN and D >= DP:
+        return tl.load(p)
+    if D >= DP:
+        return tl.load(p, mask=(start + o_r < T)[:, None], other=0.0)
+    return tl.load(p, mask=(start + o_r < T)[:, None] & (o_d < D)[None, :], other=0.0)

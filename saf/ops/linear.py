@@ -255,12 +255,11 @@ def linear_product(
     those of `LinearTables`. Sequences begin at `left_pad [B]`, contiguous: scalings count from there, values
     stay where they are, since g knows distances alone; results before it are zero.
     """
-    chunked = LinearTables(*tables)
     if uses_triton(x.device, x.dtype):
         from saf.ops.linear_kernels import linear_matmul
 
-        return linear_matmul(unit_stride(x), chunked, before, after, transpose=transpose, left_pad=left_pad)
-    return chunked_product(x, chunked, before, after, left_pad, reverse=transpose)
+        return linear_matmul(unit_stride(x), tables, before, after, transpose=transpose, left_pad=left_pad)
+    return chunked_product(x, LinearTables(*tables), before, after, left_pad, reverse=transpose)
 
 
 # --- the state of decoding
@@ -314,13 +313,12 @@ def fill_state(
     x: Tensor, tables: list[Tensor], before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor
 ) -> None:
     """Fill the state after values `x [B, F, T, D]` of whole sequences; arguments are those of `linear_product`."""
-    chunked = LinearTables(*tables)
     if not uses_triton(x.device, x.dtype):
-        _fill(x, chunked, before, left_pad, ring, sums)
+        _fill(x, LinearTables(*tables), before, left_pad, ring, sums)
     elif ring.numel():
         from saf.ops.linear_kernels import fill
 
-        fill(unit_stride(x), chunked, before, left_pad, ring, sums)
+        fill(unit_stride(x), tables, before, left_pad, ring, sums)
 
 
 def _fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor) -> None:
@@ -349,15 +347,14 @@ def step_state(
     The first of them stands at `first` (`[]`, on the device), at `host_first` where that is None. Other arguments are
     those of `linear_product`. For more than `STEP_ROWS` rows the host waits for the device.
     """
-    chunked = LinearTables(*tables)
     if not uses_triton(x.device, x.dtype) or x.shape[2] > STEP_ROWS:
         # `int(first)` waits for the device: a graph cannot be captured of so many rows.
         at = host_first if first is None else int(first)
-        return _step(x, chunked, before, after, at, left_pad, ring, sums)
+        return _step(x, LinearTables(*tables), before, after, at, left_pad, ring, sums)
     from saf.ops.linear_kernels import step
 
     at = host_first if first is None else first
-    return step(unit_stride(x), chunked, before, after, at, left_pad, ring, sums)
+    return step(unit_stride(x), tables, before, after, at, left_pad, ring, sums)
 
 
 def _step(

@@ -13,9 +13,11 @@ stretch is the run of chunks that one program computes. A product takes three la
     mix_kernel      y, from the state at the beginning of each stretch     [B, F, T, D]
 
 With REVERSE chunks are counted from the last position, so that the same kernels compute P^T x. `fill_kernel` writes the
-state of decoding after a prompt, `step_kernel` goes on from it row by row. Names are those of launch.py.
+state of decoding after a prompt, `step_kernel` goes on from it row by row. `tables` are those of `LinearTables`: near
+`[F, N, C, C]`, write `[F, 2P, C]`, read `[F, C, 2P]`, turns `[F, K, 2, P]`. Names are those of launch.py.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +26,6 @@ import triton.language as tl
 from torch import Tensor
 
 from saf.ops.launch import add_product, cdiv, launch, product_precision, strides
-from saf.ops.linear import CHUNK, LinearTables
 from saf.ops.tensors import heads_like
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -44,11 +45,11 @@ class LinearConfig(NamedTuple):
     columns: int
 
 
-def choose_config(*, length: int, columns: int, heads: int, dtype: torch.dtype) -> LinearConfig:
+def choose_config(*, chunks: int, columns: int, heads: int, dtype: torch.dtype) -> LinearConfig:
     """Choose blocks, powers of two, and stretches: the shortest with which all programs run at once."""
     largest = 16 if dtype == torch.float32 else 64  # float32 sums are in registers, without matrix units
     block = min(largest, max(16, 1 << (columns - 1).bit_length()))
-    return LinearConfig(_stretch(cdiv(length, CHUNK), heads * cdiv(columns, block)), block)
+    return LinearConfig(_stretch(chunks, heads * cdiv(columns, block)), block)
 
 
 def _stretch(chunks: int, blocks: int) -> int:
@@ -60,7 +61,7 @@ def _stretch(chunks: int, blocks: int) -> int:
 
 
 def linear_matmul(
-    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, *, transpose: bool,
+    x: Tensor, tables: Sequence[Tensor], before: Tensor, after: Tensor, *, transpose: bool,
     left_pad: Tensor | None = None, out: Tensor | None = None, config: LinearConfig | None = None,
 ) -> Tensor:  # fmt: skip
     """Do `linear_product`, whose arguments these are, head by head; deterministic.
@@ -68,62 +69,63 @@ def linear_matmul(
     `x` has unit stride in D and any others, `before` and `after` are float32. `out` and `config` are those of
     `toeplitz_matmul`. Memory and scalings beyond the T positions of x are not used.
     """
-    assert (x.stride(3), tables.near.dtype, len(tables.near)) == (1, x.dtype, x.shape[1])
+    near, reach, chunk = tables[0], tables[0].shape[1], tables[0].shape[-1]
+    assert (x.stride(3), near.dtype, len(near)) == (1, x.dtype, x.shape[1])
     # `mix_kernel` keeps the tiles in registers; bands are 64 or 128 wide, which needs two or three.
-    assert tables.num_tiles <= 3, "a band must end within two chunks"
+    assert reach <= 3, "a band must end within two chunks"
     batch, heads, length, dim = x.shape
-    columns = batch * dim
+    columns, chunks = batch * dim, cdiv(length, chunk)
     if out is None:
         out = heads_like(x, heads)
     if not out.numel():
         return out
-    config = config or choose_config(length=length, columns=columns, heads=heads, dtype=x.dtype)
+    config = config or choose_config(chunks=chunks, columns=columns, heads=heads, dtype=x.dtype)
     # Loads three chunks ahead: 5% sooner than two, and four are no better; float32 operands leave less room.
     exact = x.dtype == torch.float32
     states_stages, mix_stages, mix_warps = (2, 1, 8) if exact else (3, 3, 4)
     pad, constants = _constants(x, tables, before, left_pad, config.columns)
     constants |= {"REVERSE": transpose, "EVEN_N": columns % config.columns == 0}
-    stretches = cdiv(cdiv(length, tables.chunk), config.stretch)
+    stretches = cdiv(chunks, config.stretch)
     # No state of the last stretch, as no other reads it. Stretches of states end where the tiles of `mix_kernel` begin.
-    back = tables.num_tiles - 1
-    states = _states(x, tables, before, pad, stretches - 1, config.stretch, back, states_stages, constants)
+    states = _states(x, tables, before, pad, stretches - 1, config.stretch, reach - 1, states_stages, constants)
     launch(
         mix_kernel, (stretches, heads, cdiv(columns, config.columns)), x, before, pad, after, *tables, states, out,
         length, columns, config.stretch, *strides(x, out), before.stride(0), after.stride(0), **constants,
-        REACH=tables.num_tiles, STAGES=mix_stages, num_warps=mix_warps, num_stages=mix_stages,
+        REACH=reach, STAGES=mix_stages, num_warps=mix_warps, num_stages=mix_stages,
     )  # fmt: skip
     return out
 
 
 def _constants(
-    x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, block: int
+    x: Tensor, tables: Sequence[Tensor], before: Tensor, left_pad: Tensor | None, block: int
 ) -> tuple[Tensor, dict[str, Any]]:
     """Return a pointer to the padding, and what launches with blocks of `block` columns have in common."""
+    _, write, _, turns = tables
     constants = {
-        "D": x.shape[3], "C": tables.chunk, "P": tables.write.shape[1] // 2, "BN": block,
-        "POWERS": tables.turns.shape[1], "PADDED": left_pad is not None, "PRECISION": product_precision(x.dtype),
+        "D": x.shape[3], "C": write.shape[2], "P": write.shape[1] // 2, "BN": block,
+        "POWERS": turns.shape[1], "PADDED": left_pad is not None, "PRECISION": product_precision(x.dtype),
         "device": x.device,
     }  # fmt: skip
     return before if left_pad is None else left_pad, constants  # any pointer: unpadded kernels do not read it
 
 
 def _states(
-    x: Tensor, tables: LinearTables, before: Tensor, pad: Tensor, stretches: int, stretch: int, back: int, stages: int,
-    constants: dict[str, Any],
+    x: Tensor, tables: Sequence[Tensor], before: Tensor, pad: Tensor, stretches: int, stretch: int, back: int,
+    stages: int, constants: dict[str, Any],
 ) -> Tensor:  # fmt: skip
     """Return the state at the end of each stretch, `[F, stretches, 2, P, N]`; the first begins `back` chunks early."""
-    (batch, heads, length, dim), poles = x.shape, constants["P"]
+    (batch, heads, length, dim), (_, write, _, turns), poles = x.shape, tables, constants["P"]
     columns = batch * dim
     states = before.new_empty(heads, max(1, stretches), 2, poles, columns, dtype=torch.float32)
     if stretches:
         launch(
-            states_kernel, (stretches, heads, cdiv(columns, constants["BN"])), x, before, pad, tables.write,
-            tables.turns, states, length, columns, stretch, back, *strides(x), before.stride(0), **constants,
+            states_kernel, (stretches, heads, cdiv(columns, constants["BN"])), x, before, pad, write,
+            turns, states, length, columns, stretch, back, *strides(x), before.stride(0), **constants,
             STAGES=stages, num_warps=4, num_stages=stages,
         )  # fmt: skip
     if stretches > 1:
         launch(
-            scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), states, tables.turns, columns, stretches, stretch,
+            scan_kernel, (heads, cdiv(columns, SCAN_COLUMNS)), states, turns, columns, stretches, stretch,
             P=poles, BN=SCAN_COLUMNS, POWERS=constants["POWERS"], num_warps=4, device=x.device,
         )  # fmt: skip
     return states
@@ -268,26 +270,29 @@ def mix_kernel(
 STEP_COLUMNS = 32
 
 
-def fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor) -> None:
+def fill(
+    x: Tensor, tables: Sequence[Tensor], before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor
+) -> None:
     """Do `fill_state`, whose arguments these are; `ring` and `sums` are contiguous."""
     batch, heads, length, dim = x.shape
-    columns, reach = batch * dim, tables.num_tiles
+    (near, write, _, turns), columns = tables, batch * dim
+    reach, chunk = near.shape[1], near.shape[-1]
     blocks = cdiv(columns, STEP_COLUMNS)
     pad, constants = _constants(x, tables, before, left_pad, STEP_COLUMNS)
     constants |= {"EVEN_N": columns % STEP_COLUMNS == 0}
-    chunks = max(0, (length - 1) // tables.chunk - reach)  # those in h_{c-1}, where c is the prompt's last chunk
+    chunks = max(0, (length - 1) // chunk - reach)  # those in h_{c-1}, where c is the prompt's last chunk
     stretch = _stretch(chunks, heads * blocks)
     stretches = cdiv(chunks, stretch)
     back = stretches * stretch - chunks  # counted from the end, so that the last stretch ends with h_{c-1}
     states = _states(x, tables, before, pad, stretches, stretch, back, 2, constants | {"REVERSE": False})
     launch(
-        fill_kernel, (heads, blocks), x, before, pad, tables.write, tables.turns, states, ring, sums, length, columns,
+        fill_kernel, (heads, blocks), x, before, pad, write, turns, states, ring, sums, length, columns,
         stretches, *strides(x), before.stride(0), **constants, REACH=reach, num_warps=4,
     )  # fmt: skip
 
 
 def step(
-    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, first: Tensor | int, left_pad: Tensor | None,
+    x: Tensor, tables: Sequence[Tensor], before: Tensor, after: Tensor, first: Tensor | int, left_pad: Tensor | None,
     ring: Tensor, sums: Tensor,
 ) -> Tensor:  # fmt: skip
     """Do `step_state`, whose arguments these are; `first` is on the device or a number."""
@@ -298,7 +303,7 @@ def step(
         launch(
             step_kernel, (heads, cdiv(columns, STEP_COLUMNS)), x, before, pad, after, *tables,
             first if on_device else before, ring, sums, out, rows, 0 if on_device else first, columns,
-            *strides(x, out), before.stride(0), after.stride(0), **constants, REACH=tables.num_tiles,
+            *strides(x, out), before.stride(0), after.stride(0), **constants, REACH=tables[0].shape[1],
             ON_DEVICE=on_device, num_warps=4,
         )  # fmt: skip
     return out

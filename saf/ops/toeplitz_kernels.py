@@ -16,7 +16,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from saf.ops.launch import add_product, cdiv, launch, product_precision, shared_memory, strides
 from saf.ops.tensors import heads_like
-from saf.ops.toeplitz import TILE
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 # The device language's constants and ranges are not what their annotations say.
@@ -31,9 +30,9 @@ class ToeplitzConfig(NamedTuple):
     """How the product is cut into programs.
 
     Attributes:
-        block_m: output positions of a program, TILE at most.
+        block_m: output positions of a program, at most those of a tile.
         block_n: columns of a program, of B x D.
-        block_k: positions summed over in a step, TILE at most.
+        block_k: positions summed over in a step, at most those of a tile.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline.
         descriptors: whether operands are read through the bulk copy engine: Hopper and later, 16 bits, B x D a
@@ -123,19 +122,19 @@ def toeplitz_matmul(
         prescale_kernel, (cdiv(length, 32), cdiv(columns, 128), heads), x, before, scaled, length, columns,
         *strides(x), before.stride(0), D=dim, BT=32, BN=128, num_warps=4, device=x.device,
     )  # fmt: skip
-    operands = scaled, tiles
+    operands, size = (scaled, tiles), tiles.shape[-1]
     if config.descriptors:  # all tiles stacked as [-, TILE]
         # Built on the host: device code would need scratch memory for them, which a CUDA graph would have to keep.
         tile = [config.block_k, config.block_m] if transpose else [config.block_m, config.block_k]
         operands = (
             TensorDescriptor.from_tensor(scaled, [1, config.block_k, config.block_n]),
-            TensorDescriptor.from_tensor(tiles.view(-1, TILE), tile),
+            TensorDescriptor.from_tensor(tiles.view(-1, size), tile),
         )
     num_m, num_n = cdiv(length, config.block_m), cdiv(columns, config.block_n)
     launch(
         toeplitz_kernel, (num_m * num_n * heads,), *operands, after, out, length, columns, *strides(out),
         after.stride(0), num_m, num_n, heads, min(config.slabs or num_n * heads, num_n * heads), tiles.shape[1],
-        D=dim, BM=config.block_m, BN=config.block_n, BK=config.block_k, TRANSPOSE=transpose, TILE=TILE,
+        D=dim, BM=config.block_m, BN=config.block_n, BK=config.block_k, TRANSPOSE=transpose, TILE=size,
         EVEN_T=length % max(config.block_m, config.block_k) == 0, EVEN_N=columns % config.block_n == 0,
         DESCRIPTORS=config.descriptors, PRECISION=product_precision(x.dtype), STAGES=config.num_stages,
         num_warps=config.num_warps, num_stages=config.num_stages, device=x.device,

@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from saf.calibration.measure import LayerStatistics
 from saf.models import GPT
-from saf.statistics import FLOOR
+from saf.statistics import FLOOR, LayerStatistics
 
 
 def layer_inputs(model: GPT, ids: Tensor) -> list[dict[str, Tensor]]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from saf.ops.flash_decode_kernels import decode
-from saf.ops.fused import COMPACT, DENSE, LIVE, FusedTables, head_maps, shifted_band
+from saf.ops.fused import COMPACT, DENSE, LIVE, head_maps, shifted_band
 from saf.ops.fused_kernels import fused_backward, fused_forward
 from saf.ops.launch import launch as run
 from saf.ops.linear import CHUNK, TURNS, LinearTables
@@ -136,8 +136,8 @@ def fused_rows() -> Iterator[tuple[str, list[Launch]]]:
             patterns = (pattern, shifted_band(pattern), pattern, empty(1, 4096, 4096, dtype=dtype))
             kinds, name = (LIVE, LIVE, COMPACT, DENSE), f"{NAMES[dtype]} D{dim}"
 
-            def layer(kinds, value_heads, patterns=patterns) -> tuple[FusedTables, tuple[int, ...], float]:
-                tables = FusedTables(*head_maps(kinds, value_heads, "meta").values(), *patterns)
+            def layer(kinds, value_heads, patterns=patterns) -> tuple[list[Tensor], tuple[int, ...], float]:
+                tables = [*head_maps(kinds, value_heads, "meta").values(), *patterns]
                 return tables, tuple(kinds.count(kind) for kind in (LIVE, COMPACT, DENSE)), 0.125
 
             yield name, recorded(fused_forward, query, query, value, *layer(kinds, range(4)))

@@ -16,13 +16,13 @@ from torch import distributed
 
 import saf
 import saf.freezing as editing
-from saf.calibration.measure import LayerStatistics
 from saf.data import TokenData
 from saf.distributed import all_gather, on_rank0
 from saf.errors import DivergenceError, InputError, SafError, SelectionError, UnsupportedError
 from saf.freeze_config import FreezeConfig
 from saf.machine import Execution
 from saf.schedules import ValidationBudget
+from saf.statistics import LayerStatistics
 from saf.tasks.base import Continuation, likelihoods
 from saf.tasks.text import evaluate_perplexity
 from saf.train import TrainConfig, loop, pretrain
