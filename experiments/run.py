@@ -36,7 +36,7 @@ from saf.train import TrainConfig, open_checkpoint, pretrain
 from saf.train.config import continue_from, recorded_config
 from saf.train.finetune import CHOICE, finetune, finetune_defaults, settings_like
 from saf.train.loop import EXIT_STOPPED, StopRequest
-from saf.train.memory import update_memory
+from saf.train.start import update_memory
 
 Key = tuple[str, int]
 """Arm and seed of a run at one scale."""

@@ -57,25 +57,6 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
                 raise UnsupportedError(f"{kind}'s {name!r} must be {expected}; edit before its first step")
 
 
-_START_AT_ZERO = frozenset(
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
-)
-"""State that is zero before a weight's first step in every optimiser of PyTorch (Adagrad's `sum`: by a setting)."""
-
-
-def check_missing_state(optimizer: Optimizer, parameter: Tensor, missing: Iterable[str]) -> None:
-    """Raise UnsupportedError where the state `missing` of rows that return to a weight does not start at zero.
-
-    Rows lack state if they left the weight before the optimiser's first step.
-    """
-    adagrad = {"sum"} if _group_of(optimizer, parameter).get("initial_accumulator_value") == 0 else set()
-    if unknown := sorted(set(missing) - _START_AT_ZERO - adagrad):
-        raise UnsupportedError(
-            f"{type(optimizer).__name__}'s {unknown[0]!r} has no known start, and these heads left before its first "
-            "step; delete this optimizer, undo, then make a new one"
-        )
-
-
 def copy_step_count_(parameter: Tensor, optimizer: Optimizer) -> None:
     """Give a weight without elements, which optimiser steps skip, the step count of the other weights."""
     own = optimizer.state.get(parameter, {})

@@ -14,7 +14,6 @@ from saf.errors import InputError
 from saf.opening import folder_hash
 from saf.records.files import write_json
 from saf.records.run import Kind, RecordedRun, expect, heads_in_words, kind_of
-from saf.report import note_on_speed
 
 
 @dataclass(kw_only=True)
@@ -57,8 +56,7 @@ class Command:
             raise InputError("--card is for evaluations of Hugging Face models; runs have no model card")
         ordinary, frozen = map(RecordedRun.open, pair)
         record = compare_runs(ordinary, frozen, out=self.out or self.frozen, allow_differences=self.allow_differences)
-        notes = filter(None, [note_on_speed(frozen) if record.get("update_time_caveat") else None])
-        show(record, verdict(record), *notes, *pair_tables(record, ordinary, frozen), as_json=self.json)
+        show(record, verdict(record), *pair_tables(record, ordinary, frozen), as_json=self.json)
         return record
 
     def _compare_evaluations(self) -> dict[str, Any]:

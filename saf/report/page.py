@@ -30,7 +30,7 @@ from saf.inspection import inspect
 from saf.records.files import read_json, write_atomically
 from saf.records.run import EventRecord, Kind, RecordedRun, expect, read_events
 from saf.records.table import Table, number, plain, seconds, signed
-from saf.report import figures, note_on_speed
+from saf.report import figures
 from saf.tasks.mqar import recall_tables
 
 
@@ -190,9 +190,7 @@ def _losses(event: EventRecord) -> str | None:
 def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison]) -> Iterator[Table]:
     """Yield the table of arms, of their events where a run had several, and of answers to tasks."""
     named = list(zip(runs, names, strict=True))
-    arms = arms_table(runs, names, comparisons)
-    unclear = [each.frozen for each in comparisons if each.perplexity and speed_caveat(each.perplexity)]
-    yield replace(arms, notes=[*arms.notes, *dict.fromkeys(filter(None, map(note_on_speed, unclear)))])
+    yield arms_table(runs, names, comparisons)
     if any(len(run.events) > 1 for run in runs):
         columns = ("arm", "event", "after update", "heads", "controller loss", "kept", "took", "reason")
         yield Table.of("Events", columns, [[name, *_event_row(event)] for run, name in named for event in run.events])

@@ -9,7 +9,7 @@ import torch
 from saf.errors import InputError
 from saf.patterns import CompactPattern
 from saf.records.run import RecordedRun
-from saf.report import attention_shares, figures
+from saf.report import figures
 from saf.report.page import write_report
 from tests.report.synthetic import Shape, edit, patterns, write_pair, write_run
 
@@ -23,16 +23,8 @@ def headline(page: str) -> str:
 
 
 @pytest.mark.parametrize("speedup", [1.005, 3.39])
-def test_a_speed_that_says_little_gives_way_to_what_the_heads_can_save(tmp_path, speedup):
-    runs = write_pair(tmp_path, speedup=speedup)
-    page = page_of(runs, tmp_path)
-    mixing, saved = attention_shares(RecordedRun.open(runs[1]))
-    # 3 layers of 64 channels at 64 tokens, and 512 tokens of vocabulary: 6 T against 72 C + 6 V / L a channel.
-    assert mixing == pytest.approx(64 / (64 + 12 * 64 + 512 / 3))
-    assert 0 < saved < 0.25
-    assert "as fast" not in headline(page)
-    assert f"at most {1 / (1 - saved):.2f}× as fast by operations" in page
-    assert f"these heads can save {100 * saved:.1f}% of all" in page
+def test_the_headline_has_no_speed_that_is_unclear(tmp_path, speedup):
+    assert "as fast" not in headline(page_of(write_pair(tmp_path, speedup=speedup), tmp_path))
 
 
 def test_several_arms_have_a_verdict_and_a_map_each_and_one_run_is_shown_for_itself(tmp_path):

@@ -11,7 +11,7 @@ from saf.checkpoint import groups_and_moments
 from saf.errors import InputError
 from saf.machine import Execution, rated_flops
 from saf.models import by_layer
-from saf.train.memory import update_memory
+from saf.train.start import update_memory
 from saf.train.step import (
     Parallel,
     build_optimizer,
