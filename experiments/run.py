@@ -36,7 +36,7 @@ from saf.train import TrainConfig, open_checkpoint, pretrain
 from saf.train.config import continue_from, recorded_config
 from saf.train.finetune import CHOICE, finetune, finetune_defaults, settings_like
 from saf.train.loop import EXIT_STOPPED, StopRequest
-from saf.train.start import update_memory
+from saf.train.step import update_memory
 
 Key = tuple[str, int]
 """Arm and seed of a run at one scale."""
@@ -122,7 +122,7 @@ class Run:
         size = {"vocab_size": self.scale.vocabulary, "max_length": settings["length"]}
         shape = preset(settings["model"], **{**size, **settings.get("model_overrides", {})})
         tokens = (self.own_updates or 0) * micro_batch * int(settings.get("accumulation", 1))
-        return tokens, update_memory(shape, micro_batch).total
+        return tokens, update_memory(shape, micro_batch)
 
     def record(self) -> dict[str, Any] | None:
         """Return its result, None before it has ended; raise InputError if it was trained with other settings."""

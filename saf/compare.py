@@ -6,7 +6,7 @@ A pair is compared by perplexity or by accuracy: on questions, on queries of ass
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -444,12 +444,6 @@ _TIMES = (
     "Update times are of separate processes and carry the machine's drift. A whole run includes its parent's part, up "
     "to the checkpoint where the arm begins; warm leaves out loading and compilation."
 )
-_COLOURS = {
-    "ordinary": ("ordinary", "ordinary-2"),
-    "frozen": ("frozen", "frozen-2", "frozen-3"),
-    "pruned": ("pruned", "pruned-2"),
-}
-"""CSS colours of each kind of arm."""
 
 
 @dataclass(frozen=True)
@@ -466,6 +460,14 @@ class ArmComparison:
     def perplexity(self) -> Record | None:
         """The record, where it compares perplexities."""
         return self.record if self.record and self.record["kind"] == PERPLEXITY else None
+
+    @property
+    def warnings(self) -> list[str]:
+        """Why the pair could not, or is not to be compared, and what differs besides the freezing."""
+        record = self.record or {}
+        reasons = {"could not be": self.reason, "is not to be": record.get("not_learnt")}
+        differing = [f"differs in more than the freezing: {line}" for line in record.get("differences", ())]
+        return [f"{words} compared: {reason}" for words, reason in reasons.items() if reason] + differing
 
 
 def compare_all(runs: Sequence[RecordedRun], names: Sequence[str]) -> list[ArmComparison]:
@@ -494,12 +496,6 @@ def arm_names(runs: Sequence[RecordedRun]) -> list[str]:
     return [f"{path[-1]} {place}" for place, path in enumerate(parts, start=1)]  # one run twice
 
 
-def arm_colours(runs: Sequence[RecordedRun]) -> list[str]:
-    """Choose the CSS colour of each run; arms beyond the colours of their kind share them."""
-    kinds = [run.arm if run.arm in _COLOURS else "frozen" for run in runs]  # a frozen run may have pruned heads too
-    return [_COLOURS[kind][kinds[:place].count(kind) % len(_COLOURS[kind])] for place, kind in enumerate(kinds)]
-
-
 def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison]) -> Table:
     """Tabulate one row a run: loss, perplexity and its change, update time, memory, and what freezing took.
 
@@ -508,7 +504,8 @@ def arms_table(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: S
     """
     by_name = {comparison.name: comparison for comparison in comparisons}
     rows = [{"arm": name, **_arm_cells(run, by_name.get(name))} for run, name in zip(runs, names, strict=True)]
-    notes = [f"{each.name}: {note}" for each in comparisons for note in _comparison_notes(each)]
+    notes = [f"{each.name} {warning}" for each in comparisons for warning in each.warnings]
+    notes += [f"{each.name}: {_sample(each.perplexity)}" for each in comparisons if each.perplexity]
     cells = [row.values() for row in rows]
     return Table.of("Arms side by side", list(rows[0]), map(list, cells), [_TIMES, *notes]).used()
 
@@ -551,13 +548,8 @@ def _change(before: float | None, after: float | None) -> str:
     return "" if change is None else f" ({signed(change)})"
 
 
-def _comparison_notes(comparison: ArmComparison) -> Iterator[str]:
-    if comparison.reason is not None:
-        yield f"could not be compared: {comparison.reason}"
-    if (record := comparison.record) and record.get("not_learnt"):
-        yield f"not to be compared: {record['not_learnt']}."
-    if record := comparison.perplexity:
-        yield from (f"differs in more than the freezing: {line}" for line in record["differences"])
-        block = f" of blocks of {record['block']} neighbours" if record["block"] > 1 else ""
-        facts = f"{number(record['windows'])} paired windows, {number(record['resamples'])} resamples{block}"
-        yield "; ".join(filter(None, [facts, record["update_time_caveat"]])) + "."
+def _sample(record: Record) -> str:
+    """Say by how many windows and resamples perplexities are compared, and what is unclear about times."""
+    block = f" of blocks of {record['block']} neighbours" if record["block"] > 1 else ""
+    facts = f"{number(record['windows'])} paired windows, {number(record['resamples'])} resamples{block}"
+    return "; ".join(filter(None, [facts, record["update_time_caveat"]])) + "."

@@ -84,8 +84,8 @@ class RecordedRun:
         """frozen, pruned, "frozen and pruned" or ordinary: by the heads at the end, before it by the settings."""
         if self.result:
             return str(self.result["arm"])
-        if not self.events and (freeze := self.config.get("freeze")):
-            return STATE_AFTER[freeze.get("operation", "freeze")]
+        if not self.events and (freeze := self.config["settings"]["freeze"]):
+            return STATE_AFTER[freeze["operation"]]
         return arm_of(frozen=self.frozen_heads, pruned=self.pruned_heads, events=self.events)
 
     @property

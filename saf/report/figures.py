@@ -76,6 +76,13 @@ def svg(draw: Callable[[Axes], None], *, name: str, height: float = HEIGHT) -> s
     return re.sub(r'width="[\d.]+pt" height="[\d.]+pt"', 'class="figure" role="img"', element, count=1)
 
 
+def arm_colours(runs: Sequence[RecordedRun]) -> list[str]:
+    """Choose each run's colour by its name in PALETTE; arms beyond the colours of their kind share them."""
+    kinds = [run.arm if run.arm in PALETTE else "frozen" for run in runs]  # a frozen run may have pruned heads too
+    colours = {kind: [name for name in PALETTE if name.partition("-")[0] == kind] for kind in kinds}
+    return [colours[kind][kinds[:place].count(kind) % len(colours[kind])] for place, kind in enumerate(kinds)]
+
+
 def variables(scheme: int) -> str:
     """Return the CSS variables of a scheme: 0 light, 1 dark."""
     return " ".join(f"--{name}: {pair[scheme]};" for name, pair in PALETTE.items())

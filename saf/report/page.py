@@ -15,7 +15,6 @@ from markupsafe import Markup
 
 from saf.compare import (
     ArmComparison,
-    arm_colours,
     arm_names,
     arms_table,
     compare_all,
@@ -63,7 +62,7 @@ def _render(
     def finalize(value: Any) -> Any:  # Jinja calls it for every expression of the template
         return plain(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
-    colours = dict(zip(names, arm_colours(runs), strict=True))
+    colours = dict(zip(names, figures.arm_colours(runs), strict=True))
     edited = [(run, name) for run, name in zip(runs, names, strict=True) if run.edited_heads]
     trained = [(run, name, colours[name]) for run, name in zip(runs, names, strict=True) if run.metrics]
     text = files("saf.report").joinpath("page.html").read_text(encoding="utf-8")
@@ -75,7 +74,7 @@ def _render(
         names=names,
         colours=colours,
         headline=headline(runs, comparisons),
-        warnings=list(_warnings(comparisons)),
+        warnings=[f"{each.name} {warning}" for each in comparisons for warning in each.warnings],
         maps=[_map(run, name, number, several=len(edited) > 1) for number, (run, name) in enumerate(edited)],
         curve=Markup(figures.loss(*zip(*trained, strict=True))) if trained else None,
         tables=tables,
@@ -113,16 +112,6 @@ def _own_headline(run: RecordedRun) -> str:
     if reached and run.metrics:
         reached += f" after {number(result.get('updates') or len(run.metrics))} updates"
     return ": ".join(filter(None, [heads, reached]))
-
-
-def _warnings(comparisons: Sequence[ArmComparison]) -> Iterator[str]:
-    for each in comparisons:
-        if each.reason:
-            yield f"{each.name} could not be compared: {each.reason}"
-        if unlearnt := (each.record or {}).get("not_learnt"):
-            yield f"{each.name} is not to be compared: {unlearnt}"
-        for line in (each.record or {}).get("differences", ()):
-            yield f"{each.name} differs in more than the freezing: {line}"
 
 
 # --- heads

@@ -53,7 +53,7 @@ class Task(ABC):
     """What a run trains on and is measured by.
 
     A task sets the attributes below, reads its sequences (`batch`, `calibration`, `heldout`), and measures a model on
-    them (`_controller_loss`, `report`). In a group of processes every one measures the same model: they divide the
+    them (`controller_loss`, `report`). In a group of processes every one measures the same model: they divide the
     sequences among them, the first one writes, and all get the same result.
     """
 
@@ -127,17 +127,9 @@ class Task(ABC):
     def heldout(self) -> list[Tensor]:
         """Return the sequences that output-aware scores read, LongTensors `[<= batch_size, length]`."""
 
-    def controller_loss(self, model: GPT, execution: Execution, *, batches: int | None = None) -> float:
-        """Return the loss, nats per target, by which schedules decide during a run.
-
-        It is over the first `batches` of held-out data, or the first `eval_windows` sequences.
-        """
-        count = self.settings.eval_windows if batches is None else batches * self.settings.batch_size
-        return self._controller_loss(model, execution, count)
-
     @abstractmethod
-    def _controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
-        """Return the loss over the first `count` held-out sequences, or all where there are fewer."""
+    def controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
+        """Return the loss by which schedules decide, nats per target, over the first `count` held-out sequences."""
 
     @abstractmethod
     def report(

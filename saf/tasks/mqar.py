@@ -181,7 +181,7 @@ class MQARTask(Task):
         inputs, _ = self._fixed(Stream.HELDOUT, self.settings.heldout_sequences, self._context)
         return list(inputs.split(self.settings.batch_size))
 
-    def _controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
+    def controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
         count = min(count, self.mqar.development)
         record, _ = self._answers(model, execution, Stream.DEVELOPMENT, count, self._trained)
         return record["loss"]

@@ -230,7 +230,7 @@ class FinetuneTask(Task):
             )
         return answers
 
-    def _controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
+    def controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
         return answer_loss(self.answers(model, execution, self.development[:count]))
 
     def report(

@@ -76,7 +76,7 @@ class TextTask(Task):
             raise InputError(f"report_tokens must be at least one window of {self.length:,} tokens, got {tokens:,}")
         return tokens // self.length
 
-    def _controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
+    def controller_loss(self, model: GPT, execution: Execution, count: int) -> float:
         record = evaluate_perplexity(
             model,
             self.data,

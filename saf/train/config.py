@@ -219,7 +219,6 @@ class TrainConfig:
         return int(self.rewarm if isinstance(self.rewarm, int) else math.ceil(self.rewarm * self.updates))
 
     def to_dict(self) -> dict[str, Any]:
-        """Return values that JSON can write."""
         values = {each.name: getattr(self, each.name) for each in fields(self)}
         groups = {name: write(values[name]) for name, (write, _) in _GROUPS.items() if values[name] is not None}
         return values | groups
@@ -342,15 +341,10 @@ def run_config(
         # Compiled kernels add up in another order: losses differ in their last bits, and later in more.
         "compile": "layers" if execution.by_layer else execution.compile,
     }
-    freeze = None
-    if config.freeze is not None:
-        names = ("schedule", "rewarm", "calibration_sequences", "calibration_source", "heldout_sequences")
-        freeze = {**settings["freeze"], "freeze_at": config.freeze_update, **{name: settings[name] for name in names}}
     return {
         "schema": "saf.run/1",
         "model": asdict(model),
         "train": train,
-        "freeze": freeze,
         "data": task.description(),
         "parent": parent,
         "device": device_name(execution.device),
@@ -384,7 +378,6 @@ def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
     """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
 
     def fixed(settings: dict[str, Any]) -> dict[str, Any]:
-        """Return the settings that must stay."""
         staying = {key: value for key, value in to_json(settings).items() if key not in _FREE_ON_RESUME}
         if staying["finetuning"]:
             staying["finetuning"] = {key: value for key, value in staying["finetuning"].items() if key not in PATHS}

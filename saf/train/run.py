@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median, quantiles
+from statistics import fmean, median
 from typing import Any
 
 from saf.checkpoint import capture_random_state, checkpoint_hash, remove_old_checkpoints_, save_checkpoint, step_name
@@ -128,14 +128,13 @@ class Run:
     # --- logs and checkpoints
 
     def say(self, text: str) -> None:
-        """Show a line about this moment of the run."""
         if self.log:
             self.log.say(text)
 
     def controller_loss(self, when: str, *, batches: int | None = None) -> float:
-        """Return the task's controller loss, nats per target, of all or this many batches, and log it as `when`."""
+        count = self.config.eval_windows if batches is None else batches * self.config.batch_size
         with self.elapsed("evaluate"), self.updater.parallel.whole():
-            loss = self.task.controller_loss(self.model, self.execution, batches=batches)
+            loss = self.task.controller_loss(self.model, self.execution, count)
             if self.log:
                 self.log.evaluated(loss, when)
         return loss
@@ -177,17 +176,15 @@ class Run:
         """Return the file of the report on the model after an update that is not the last one."""
         return self.folder / "reports" / f"update-{update}" / "report.json"
 
-    # --- events
+    # --- events, as `Training` in events.py describes them
 
     @contextmanager
     def editing(self) -> Iterator[None]:
-        """Hold the whole model and optimiser for an edit, then prepare updates for the heads that there are now."""
         with self.elapsed("freeze"), self.updater.parallel.whole(moments=True):
             yield
             self.updater.compile_()  # still inside `whole`: the new engine takes the gathered weights over
 
     def record_event(self, kind: str, line: dict[str, Any], change: Change) -> int:
-        """Append an event to events.jsonl, with its tensors beside, and return its number."""
         with self.elapsed("freeze"):
             # Memory and times from before the heads changed say nothing about the updates to come.
             self.last_change, self.peak_memory = self.update, None
@@ -437,19 +434,12 @@ def _missing(run: Run, events: list[EventRecord], reports: dict[int, Any]) -> It
 
 
 def _update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:
-    """Return median, 20th and 80th percentile of the seconds of updates from `timed_from` on, or of all."""
+    """Return the median seconds of updates from `timed_from` on, or of all."""
     timed = [line for line in metrics if line["update"] >= timed_from] or metrics
     if not timed:
         return None
-    seconds = [line["update_seconds"] for line in timed]
-    deciles = quantiles(seconds, n=10, method="inclusive") if len(seconds) > 1 else seconds * 9
-    return {
-        "median": deciles[4],
-        "p20": deciles[1],
-        "p80": deciles[7],
-        "first_update": timed[0]["update"],
-        "last_update": timed[-1]["update"],
-    }
+    seconds = median(line["update_seconds"] for line in timed)
+    return {"median": seconds, "first_update": timed[0]["update"], "last_update": timed[-1]["update"]}
 
 
 def _intervention(events: list[EventRecord]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
 """The start of a training run: `start_run` checks the settings, opens or restores all parts, and writes config.json.
 
-Whatever would fail at the first update or event is refused here, too little memory too. `FreezeCallback` shares the
-checks of settings and schedules.
+Whatever would fail at the first event is refused here. `FreezeCallback` shares the checks of settings and schedules.
 """
 
 import math
@@ -9,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,24 +16,21 @@ from torch.optim import AdamW
 
 from saf.calibration import COLLECTIONS, QKGradient, read_sequences
 from saf.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
-from saf.data.loader import INDEX_FILE
 from saf.distributed import all_gather, all_ranks_or_raise, is_rank0, on_rank0
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.freeze_config import FreezeConfig, check_heads
 from saf.heads import HeadLayout
-from saf.machine import Execution, free_bytes
+from saf.machine import Execution
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import adapter_for, longest_input
 from saf.ops.frozen_heads import choose_backend
 from saf.ops.live import pinned
-from saf.ops.loss_and_gelu import chunk_rows
 from saf.records.files import locked, read_lines, remove_leftovers_, write_json, write_lines
 from saf.records.run import inherit_events, keep_events_, read_events
-from saf.records.table import byte_size
 from saf.schedules import Freeze, Gradual, OneTime, Proposer, Schedule, setting_of_moment
 from saf.scores import HOW_TO_MEASURE, score_name
 from saf.surgery import pattern_parameters
-from saf.tasks import TASKS, Task, TextTask
+from saf.tasks import TASKS, Task
 from saf.train.config import (
     TrainConfig,
     check_same_run,
@@ -47,7 +43,6 @@ from saf.train.config import (
 from saf.train.run import GRADIENT, Elapsed, Run, RunLog
 from saf.train.step import (
     GRAPHED_SIZE,
-    STATE_BYTES,
     Parallel,
     Shards,
     Updater,
@@ -67,12 +62,17 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     with all_ranks_or_raise():
         _lock_(folder, locks)
         _check_folder(folder, config, resume=resume)
-        execution = _execution(config)
+        execution = Execution.of(
+            config.device,
+            precision=config.precision,
+            compile=config.compile,
+            activation_checkpointing=config.activation_checkpointing,
+            several_events=config.freeze is not None and not isinstance(config.schedule, OneTime),
+        )
         task: Task = TASKS[config.task](config, length=context_length(config))
         shape = model_config(config, vocab_size=task.vocab_size)
         _check_settings(config, execution, task)
         parallel = parallel_of(config.parallel, parameters=shape.num_parameters, execution=execution)
-        _check_memory(config, execution, shape, parallel)
         origin = _open_origin(config, folder, shape, task, resume=resume)
         model, optimizer = _build(config, execution, shape, origin, parallel)
         _check_length(config, task, model)
@@ -123,23 +123,11 @@ def _lock_(folder: Path, locks: ExitStack) -> None:
         locks.enter_context(locked(file, InputError(f"another process trains in {folder}; wait for it, then resume")))
 
 
-def _execution(config: TrainConfig) -> Execution:
-    return Execution.of(
-        config.device,
-        precision=config.precision,
-        compile=config.compile,
-        activation_checkpointing=config.activation_checkpointing,
-        several_events=config.freeze is not None and not isinstance(config.schedule, OneTime),
-    )
-
-
 # --- checks
 
 
 def _check_folder(folder: Path, config: TrainConfig, *, resume: bool) -> None:
     """Raise InputError unless the folder is new, or holds the run to resume with the same settings."""
-    if (folder / INDEX_FILE).exists():
-        raise InputError(f"out must be another folder than the data's, got {folder}")
     holds_run = (folder / "config.json").exists()
     if resume and not holds_run:
         raise InputError(f"{folder} holds no run to resume; check the folder, or train a new run")
@@ -181,66 +169,6 @@ def check_freeze(freeze: FreezeConfig, schedule: Schedule, execution: Execution)
     if unknown := sorted(freeze.needs - HOW_TO_MEASURE.keys() - COLLECTIONS.keys()):
         known = ", ".join(sorted(HOW_TO_MEASURE))
         raise InputError(f"score {score_name(freeze.score)!r} must need some of {known}; got {', '.join(unknown)}")
-
-
-# --- the memory of an update
-
-
-class UpdateMemory(NamedTuple):
-    """Bytes of an update's memory on one device."""
-
-    state: float
-    """Weights, gradients and moments."""
-    activations: float
-    """Activations and logits of a micro-batch, and copies of weights."""
-
-    @property
-    def total(self) -> float:
-        return self.state + self.activations
-
-
-def update_memory(shape: GPTConfig, tokens: int, *, recomputes: bool = False, shards: int = 1) -> UpdateMemory:
-    """Estimate the memory of updates of an ordinary model in bf16, with `tokens` in a micro-batch.
-
-    `recomputes` says that activation checkpointing keeps only the input of each layer. Each of `shards` processes holds
-    an equal share of the state and gathers a layer at a time, with the next one. Peaks measured on an H200 are 0.98 to
-    1.03 of the estimate for 1B and 124M (results/bench).
-    """
-    parameters = shape.num_parameters
-    # In hidden sizes: a layer's matrices are q, k, v, the output and two of the MLP, and about as many activations a
-    # token stay until its backward pass, in 16 bits.
-    widths = 4 + 2 * shape.mlp_ratio
-    of_layer = widths * shape.hidden_size**2
-    if shards > 1:  # two layers, one layer's gradients; embedding and norms whole with their gradients
-        copies = (2 * 2 + 4) * of_layer + 2 * 4 * (parameters - shape.num_layers * of_layer)
-    else:  # autocast keeps 16-bit copies through a micro-batch
-        copies = 2 * parameters
-    layer = widths * 2 * tokens * shape.hidden_size
-    inputs = 4 * tokens * shape.hidden_size * shape.num_layers  # of a float32 residual stream
-    logits = 8.0 * (shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))  # with their gradients
-    layers = layer + inputs if recomputes else layer * shape.num_layers
-    return UpdateMemory(STATE_BYTES * parameters / shards, layers + logits + copies)
-
-
-CERTAIN_SHARE = 0.6
-"""Share of the estimated memory that updates certainly take: peaks on an H200 were 0.9 to 1.03 of the estimate, and
-0.75 with half of the heads pruned."""
-
-
-def _check_memory(config: TrainConfig, execution: Execution, shape: GPTConfig, parallel: Parallel) -> None:
-    """Raise InputError for updates that certainly take more memory than the device has."""
-    # Sequences of other tasks have many lengths, mostly far below the context: only the weights are certain.
-    tokens = config.batch_size * context_length(config) if config.task == TextTask.name else 0
-    shards = parallel.processes if parallel.kind == Shards.kind else 1
-    needed = update_memory(shape, tokens, recomputes=config.activation_checkpointing, shards=shards)
-    device, cuda = execution.device, execution.device.type == "cuda"
-    # A GPU's free memory would leave out what an earlier run in this process is about to free.
-    available = torch.cuda.get_device_properties(device).total_memory if cuda else free_bytes(device)
-    if available is not None and CERTAIN_SHARE * needed.total > available:
-        raise InputError(
-            f"training needs about {byte_size(needed.total)} of memory ({byte_size(needed.state)} for weights and "
-            f"moments), got {byte_size(available)}; lower batch_size, length or the model's size"
-        )
 
 
 # --- the checkpoint that training goes on from

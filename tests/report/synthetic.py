@@ -44,11 +44,11 @@ def write_run(
     shape = shape or Shape()
     folder.mkdir(parents=True)
     model = {"vocab_size": 512, "num_layers": shape.layers, "num_heads": shape.heads, "max_length": shape.length}
-    freeze = {"rate": shape.rate, "score": "variance", "pattern": "mean", "max_fit_kl": 0.2}
+    freeze = {"operation": "freeze", "rate": shape.rate, "score": "variance", "pattern": "mean", "max_fit_kl": 0.2}
     config = {
         "schema": "saf.run/1", "model": model | {"hidden_size": 64, "position": "rope"},
         "train": {"updates": shape.updates, "batch_size": 8, "length": shape.length, "seed": 1337, "lr": 6e-4},
-        "freeze": freeze if frozen else None, "data": {"folder": "data/corpus", "fingerprint": "d" * 64},
+        "settings": {"freeze": freeze if frozen else None}, "data": {"folder": "data/corpus", "fingerprint": "d" * 64},
         "parent": None,
     }  # fmt: skip
     write(folder / "config.json", config)
@@ -60,7 +60,7 @@ def write_run(
         "schema": SCHEMA, "kind": "run", "settings": {}, "arm": "frozen" if frozen else "ordinary",
         "updates": shape.updates, "tokens": shape.updates * 8 * shape.length, "train_loss": 3.0,
         "report_loss": loss, "report_perplexity": math.exp(loss), "unigram_entropy": 7.2,
-        "update_seconds": {"median": median, "p20": 0.49, "p80": 0.52, "first_update": 41, "last_update": 60},
+        "update_seconds": {"median": median, "first_update": 41, "last_update": 60},
         "peak_memory_bytes": 15_560_000_000 - 500_000_000 * frozen,
         "time": _times(frozen=frozen), "missing": [], "intervention": intervention,
         "provenance": {

@@ -68,7 +68,7 @@ def test_losses_are_those_of_their_partitions_and_of_the_tokens_that_are_asked_f
         return evaluate_perplexity(model, task.data, partition=partition, length=LENGTH, limit=limit)["loss"]
 
     execution = Execution.of("cpu")
-    assert task.controller_loss(model, execution) == pytest.approx(loss("controller", 5), rel=1e-6)
+    assert task.controller_loss(model, execution, 5) == pytest.approx(loss("controller", 5), rel=1e-6)
     report = task.report(model, execution, folder=tmp_path, checkpoints={})
     assert report["report_loss"] == pytest.approx(loss("report"), rel=1e-6)
     assert report["unigram_entropy"] == task.data.index["partitions"]["report"]["unigram_entropy"]

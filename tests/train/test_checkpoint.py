@@ -113,10 +113,6 @@ def test_what_is_missing_exists_already_or_is_of_another_model_is_refused(tmp_pa
         open_checkpoint(second)
     with pytest.raises(CheckpointError, match=r"step-9 does not exist \(there are step-1, step-2\); expected a check"):
         open_checkpoint(tmp_path / "step-9")
-    saved = open_checkpoint(write(tmp_path, 3, model, optimizer))
-    for changes, words in (({"hidden_size": 64}, "must have shape"), ({"num_layers": 1}, r"does not have.*blocks\.1")):
-        with pytest.raises(CheckpointError, match=words):
-            saved.optimizer(GPT(preset("tiny", **{**SHAPE, **changes})))
 
 
 def test_order_and_pruning(tmp_path):
