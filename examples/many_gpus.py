@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import tyro
 
 import saf
-from saf.train.memory import update_memory
+from saf.train.step import update_memory
 
 WEIGHT_BYTES, SENT_BYTES = 4, 2
 """Of a weight or a gradient in float32; of a layer's matrices as FSDP2 sends them."""

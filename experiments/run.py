@@ -122,7 +122,7 @@ class Run:
         size = {"vocab_size": self.scale.vocabulary, "max_length": settings["length"]}
         shape = preset(settings["model"], **{**size, **settings.get("model_overrides", {})})
         tokens = (self.own_updates or 0) * micro_batch * int(settings.get("accumulation", 1))
-        return tokens, update_memory(shape, micro_batch)
+        return tokens, update_memory(shape, micro_batch).total
 
     def record(self) -> dict[str, Any] | None:
         """Return its result, None before it has ended; raise InputError if it was trained with other settings."""

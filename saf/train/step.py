@@ -214,17 +214,40 @@ STATE_BYTES = 16
 """Bytes of a parameter's float32 weight, gradient and two moments."""
 
 
-def update_memory(shape: GPTConfig, tokens: int) -> float:
-    """Estimate the bytes that updates of an ordinary model in bf16 take, with `tokens` in a micro-batch.
+class UpdateMemory(NamedTuple):
+    """Bytes of an update's memory on one device."""
 
-    Peaks measured on an H200 are 0.98 to 1.03 of the estimate for 1B and 124M (results/bench).
+    state: float
+    """Weights, gradients and moments."""
+    activations: float
+    """Activations and logits of a micro-batch, and copies of weights."""
+
+    @property
+    def total(self) -> float:
+        return self.state + self.activations
+
+
+def update_memory(shape: GPTConfig, tokens: int, *, recomputes: bool = False, shards: int = 1) -> UpdateMemory:
+    """Estimate the memory of updates of an ordinary model in bf16, with `tokens` in a micro-batch.
+
+    `recomputes` says that activation checkpointing keeps only the input of each layer. Each of `shards` processes holds
+    an equal share of the state and gathers a layer at a time, with the next one. Peaks measured on an H200 are 0.98 to
+    1.03 of the estimate for 1B and 124M (results/bench).
     """
-    state, copies = STATE_BYTES * shape.num_parameters, 2 * shape.num_parameters  # autocast keeps 16-bit copies
+    parameters = shape.num_parameters
     # In hidden sizes: a layer's matrices are q, k, v, the output and two of the MLP, and about as many activations a
     # token stay until its backward pass, in 16 bits.
-    layers = (4 + 2 * shape.mlp_ratio) * 2 * tokens * shape.hidden_size * shape.num_layers
-    logits = 8.0 * shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size))  # with their gradients
-    return state + copies + layers + logits
+    widths = 4 + 2 * shape.mlp_ratio
+    of_layer = widths * shape.hidden_size**2
+    if shards > 1:  # two layers, one layer's gradients; embedding and norms whole with their gradients
+        copies = (2 * 2 + 4) * of_layer + 2 * 4 * (parameters - shape.num_layers * of_layer)
+    else:  # autocast keeps 16-bit copies through a micro-batch
+        copies = 2 * parameters
+    layer = widths * 2 * tokens * shape.hidden_size
+    inputs = 4 * tokens * shape.hidden_size * shape.num_layers  # of a float32 residual stream
+    logits = 8.0 * (shape.vocab_size * min(tokens, chunk_rows(shape.vocab_size)))  # with their gradients
+    layers = layer + inputs if recomputes else layer * shape.num_layers
+    return UpdateMemory(STATE_BYTES * parameters / shards, layers + logits + copies)
 
 
 def parallel_of(kind: str, *, parameters: int, execution: Execution) -> "Parallel":
