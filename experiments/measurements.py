@@ -90,22 +90,18 @@ class Number:
 
     title: str
     path: tuple[str | int | Mapping[str, Any], ...]
-    """Steps into the record: a name, a place in a list, or conditions that entries of a list must meet. The value of a
-    condition is that of the entry, or a frozenset of values."""
+    """Steps into the record: a name, a place in a list, or values that entries of a list must have."""
     paper: str | None = None
     places: int = 3
     signed: bool = False
     scale: float = 1.0
     """Factor of the record's number."""
     of: Literal["one", "mean", "max"] = "one"
-    """Which of several entries that meet the conditions is shown: one alone, their mean or largest."""
+    """Which of several such entries is shown: one alone, their mean or largest."""
     scientific: bool = False
 
     def value(self, record: Mapping[str, Any]) -> float:
-        """Return the number; NaN where the record has none.
-
-        Raises InputError where several entries meet the conditions and one is expected.
-        """
+        """Return the number, NaN where the record has none; raise InputError for several entries in place of one."""
         values: list[Any] = [record]
         for step in self.path:
             values = [each for value in values for each in _step(value, step) if each is not None]
@@ -118,14 +114,8 @@ class Number:
 
 def _step(value: Any, step: str | int | Mapping[str, Any]) -> list[Any]:
     if isinstance(step, Mapping):
-        return [entry for entry in value if _meets(entry, step)]
+        return [entry for entry in value if step.items() <= entry.items()]
     return value[int(step) :][:1] if isinstance(value, list) else [value.get(step)]
-
-
-def _meets(value: Any, condition: Any) -> bool:
-    if isinstance(condition, Mapping):
-        return isinstance(value, Mapping) and all(_meets(value.get(name), one) for name, one in condition.items())
-    return value in condition if isinstance(condition, frozenset) else value == condition
 
 
 SMOKE: Mapping[str, Any] = {
@@ -189,10 +179,6 @@ class Measurement:
         return folder / "measurements" / name / (f"seed-{seed}.json" if of_seed else "once.json")
 
 
-MAIN = {"saf": "saf.cli", "experiments.analyses": "experiments.analyses.__main__"}
-"""Where the `main` of a package's command is."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Maker:
     """Makes the measurements of one recipe and seed: in this process, or by torchrun where several measure together."""
@@ -224,22 +210,19 @@ class Maker:
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
             module, *words = [*each.program.split(), *self._words(each), "--out", str(partial)]
+            with open(log, "a") as file, redirect_stdout(file), redirect_stderr(file):
+                if (processes := each.at(self.scale.base)["processes"]) > 1:
+                    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+                    program = [*torchrun, str(processes), "-m", module, *words]
+                    code = subprocess.run(program, stdout=file, stderr=file).returncode
+                else:
+                    # A process of its own would import torch again, which takes longer than most measurements of the
+                    # smoke scale.
+                    code = importlib.import_module("saf.cli" if module == "saf" else module).main(words)
+        except SystemExit as end:
+            code = end.code
         except (SafError, OSError) as error:
             return f"failed: {error}"
-        with open(log, "a") as file:
-            if (processes := each.at(self.scale.base)["processes"]) > 1:
-                torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-                program = [*torchrun, str(processes), "-m", module, *words]
-                code = subprocess.run(program, stdout=file, stderr=file).returncode
-            else:
-                # A process of its own would import torch again, which takes longer than most measurements of the smoke
-                # scale.
-                main = importlib.import_module(MAIN.get(module, module)).main
-                with redirect_stdout(file), redirect_stderr(file):
-                    try:
-                        code = main(words)
-                    except SystemExit as end:
-                        code = end.code
         if code:
             lines = log.read_text(errors="replace").strip().splitlines() or [""]
             return f"failed: {lines[-1]} (see {log})"

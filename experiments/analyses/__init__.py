@@ -1,7 +1,10 @@
-"""`ANALYSES` lists the analyses of heads, selections and patterns: `python -m experiments.analyses NAME --help`."""
+"""`ANALYSES` lists the analyses of heads, selections and patterns; `python -m experiments.analyses NAME` runs one."""
 
+import sys
 from collections.abc import Sequence
 from typing import Any
+
+import tyro
 
 from experiments.analyses.common import Analysis
 from experiments.analyses.costs import JointCost, OneHead, PartialSpearman
@@ -12,7 +15,9 @@ from experiments.analyses.selections import Profiles, Stability
 from experiments.analyses.zero_shot import ZeroShot
 from experiments.figures import svg
 from experiments.records import Record
-from saf.records.files import to_json
+from saf.cli.output import show
+from saf.errors import InputError, SafError
+from saf.records.files import to_json, write_json
 
 ANALYSES: dict[str, type[Analysis]] = {
     each.kind: each
@@ -22,6 +27,23 @@ ANALYSES: dict[str, type[Analysis]] = {
     )
 }  # fmt: skip
 """Analyses by their name in commands and records."""
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the analysis that the words name, write its record and print its tables; return 2 for unusable input."""
+    commands: Any = ANALYSES
+    try:
+        analysis = tyro.extras.subcommand_cli_from_dict(commands, prog="python -m experiments.analyses", args=words)
+        if analysis.out is not None and analysis.out.exists():
+            raise InputError(f"{analysis.out} exists already; remove it, or write to another file")
+        record = to_json(analysis.measure())
+    except SafError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if analysis.out is not None:
+        write_json(analysis.out, record)
+    show(record, *analysis.tables(record), as_json=False)
+    return 0
 
 
 def analysis_figure(records: Sequence[Record]) -> str | None:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from experiments.records import Record
 from saf.calibration import calibrate, heads_at_a_time
 from saf.cli.output import ProgressBars
-from saf.cli.parsing import read_heads
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
@@ -89,8 +88,6 @@ class ModelAnalysis(RunsModel):
     """Prepared data folder; by default the one that the model was trained on."""
     sequences: int = 32
     """Number of calibration sequences."""
-    calibration_seed: int | None = None
-    """Seed for drawing calibration sequences; by default the run's."""
     length: int | None = None
     """Tokens of a sequence or window; by default the run's."""
 
@@ -102,10 +99,9 @@ class ModelAnalysis(RunsModel):
         source = find_model(self.model)
         data, device = source.data(self.data), pick_device(self.device)
         model: Any = source.model(device)
-        seed = source.settings.get("seed", 0) if self.calibration_seed is None else self.calibration_seed
         length = self.length or source.settings.get("length") or model.config.max_length
         with autocast(device, self.precision):
-            values = self.analyse(ModelWithData(self, source, model, data, length, seed))
+            values = self.analyse(ModelWithData(self, source, model, data, length))
         origin = {"checkpoints": {"model": source.hash}, "data": {"analysed": data.fingerprint}}
         header = self.header(device=device_name(device), **origin)
         return {**header, "model": str(source.folder), "length": length, **values}
@@ -117,18 +113,18 @@ class ModelAnalysis(RunsModel):
 
 @dataclass(frozen=True)
 class ModelWithData:
-    """A model with its data, and the length and seed of its sequences."""
+    """A model with its data, and the length of its sequences."""
 
     analysis: ModelAnalysis
     source: ModelFolder
     model: nn.Module
     data: TokenData
     length: int
-    seed: int
 
     def calibration(self) -> list[Tensor]:
-        count = self.analysis.sequences
-        windows = calibration_windows(self.data, length=self.length, count=count, seed=self.seed)
+        """Return the calibration sequences, drawn with the run's seed."""
+        count, seed = self.analysis.sequences, self.source.settings.get("seed", 0)
+        windows = calibration_windows(self.data, length=self.length, count=count, seed=seed)
         return list(windows.split(self.analysis.batch_size))
 
     def windows(self, count: int) -> Tensor:
@@ -148,11 +144,6 @@ def read_record(path: Path, kind: str) -> dict[str, Any]:
 
 
 # --- heads
-
-
-def head_set(words: Sequence[str]) -> HeadSet:
-    """Return the heads that words name: `LAYER:HEAD`, or a file or run that lists them."""
-    return HeadSet(read_heads(words))
 
 
 def check_rates(rates: Sequence[float], total: int) -> None:

@@ -21,7 +21,6 @@ from experiments.analyses.common import (
     CostMeter,
     ModelAnalysis,
     ModelWithData,
-    head_set,
     mask_of,
     matrix,
     partial_spearman,
@@ -32,6 +31,7 @@ from experiments.records import Record
 from saf.calibration import calibrate, gate_gradients, head_outputs
 from saf.calibration.capture import measurable_heads
 from saf.cli.output import print_progress
+from saf.cli.parsing import read_heads
 from saf.errors import InputError
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FittedHead
@@ -248,7 +248,7 @@ class JointCost(ModelAnalysis):
 
         Heads count whatever their fit KL is: the sets are frozen as they are.
         """
-        sets = {"first": head_set(self.first), "second": head_set(self.second)}
+        sets = {"first": HeadSet(read_heads(self.first)), "second": HeadSet(read_heads(self.second))}
         # A head of both sets is fitted once, and has one pattern in both.
         both = sets["first"] | sets["second"]
         measurable_heads(adapter_for(opened.model), both)  # raises for heads that cannot be frozen

@@ -44,25 +44,23 @@ class Geometry(ModelAnalysis):
     kind = "geometry"
     rates: tuple[float, ...] = (0.1, 0.25, 0.5, 0.75)
     """Shares of all heads."""
-    seed: int = 0
-    """Seed of sampled patterns."""
-    costs: Path | None = None
-    """JSON of each pattern's cost: {"0.25": {"mean": 0.7, ...}, ...}; adds rank correlations."""
+    costs: Path
+    """JSON of each pattern's cost: {"0.25": {"mean": 0.7, ...}, ...}."""
 
     def analyse(self, opened: ModelWithData) -> dict[str, Any]:
         """Return `distances` as `{distance: {rate: {pattern: mean over heads}}}`, and correlations with the costs."""
         opened.check_rates(self.rates)
-        costs = None if self.costs is None else read_json(self.costs)
+        costs = read_json(self.costs)
         # Raised before the calibration, which takes minutes.
         for rate in self.rates:
-            if costs is not None and len(TARGETS.keys() & costs.get(str(rate), {})) < 2:
+            if len(TARGETS.keys() & costs.get(str(rate), {})) < 2:
                 raise InputError(f"{self.costs} must have costs of two patterns at rate {rate}; a rank needs two")
         ids = opened.calibration()
         scores = score(calibrate(opened.model, ids), "variance")
         # Of one ranking, so that the heads of a rate are among those of every higher one.
         nested = {rate: select(scores, rate) for rate in self.rates}
         largest = max(nested.values(), key=len)
-        by_pattern = distances_from_mean(opened.model, ids, largest, list(TARGETS), seed=self.seed)
+        by_pattern = distances_from_mean(opened.model, ids, largest, list(TARGETS))
         at = {str(rate): [largest.index(head) for head in heads] for rate, heads in nested.items()}
         distances = {
             distance: {
@@ -71,13 +69,11 @@ class Geometry(ModelAnalysis):
             }
             for distance in DISTANCES
         }
-        if costs is None:
-            return {"distances": distances}
         return {"distances": distances, "correlations": {d: distance_and_cost(distances[d], costs) for d in DISTANCES}}
 
     @staticmethod
     def tables(record: Record) -> list[Part]:
-        distances, notes = record["distances"], [paper.GEOMETRY.note]
+        distances = record["distances"]
         rows = [
             [
                 f"{percent(rate)} {pattern.replace('_', ' ')}",
@@ -88,21 +84,20 @@ class Geometry(ModelAnalysis):
         ]
         columns = ["heads, pattern", *(name.replace("_", " ") for name in distances)]
         conditions = f"Distance of fixed patterns from the mean pattern: {record['length']:,} tokens."
-        if not (correlations := record.get("correlations")):
-            return [conditions, Table.of("", columns, rows, notes)]
         ranks: list[list[str]] = []
         heads: list[str] = []
-        for name, (within, pooled) in correlations.items():
+        for name, (within, pooled) in record["correlations"].items():
             papers, values = paper.GEOMETRY_CORRELATIONS.get(name, {}), {**within, "stratified": pooled}
             heads = [rate if rate == "stratified" else percent(rate) for rate in values]
             cells = [f"{correlation(value)} ({papers.get(rate, MISSING)})" for rate, value in values.items()]
             ranks.append([name.replace("_", " "), *cells])
         title = "Spearman of each distance with what the patterns cost (paper)"
-        return [conditions, Table.of("", columns, rows), Table.of(title, ["distance", *heads], ranks, notes)]
+        ranked = Table.of(title, ["distance", *heads], ranks, [paper.GEOMETRY.note])
+        return [conditions, Table.of("", columns, rows), ranked]
 
 
 def distances_from_mean(
-    model: nn.Module, ids: list[Tensor], heads: HeadSet, names: Sequence[str], *, seed: int = 0
+    model: nn.Module, ids: list[Tensor], heads: HeadSet, names: Sequence[str]
 ) -> dict[str, dict[str, Tensor]]:
     """Return `pattern_distances` of each named pattern, dense and before any fit, from the measured mean pattern.
 
@@ -112,7 +107,7 @@ def distances_from_mean(
     rows: dict[str, list[dict[str, Tensor]]] = {name: [] for name in names}
     for some, statistics in calibrate_in_groups(model, ids, heads, collect):
         for head, name in product(some, names):
-            pattern = dense_pattern(statistics, [head], name, seed=seed)
+            pattern = dense_pattern(statistics, [head], name)
             rows[name].append(pattern_distances(statistics.take("mean", [head]), pattern))
     return {
         name: {distance: torch.cat([each[distance] for each in parts]) for distance in DISTANCES}

@@ -22,7 +22,6 @@ from experiments.analyses.common import (
     ModelAnalysis,
     ModelWithData,
     calibrate_in_groups,
-    head_set,
     mask_of,
     matrix,
     read_record,
@@ -31,6 +30,7 @@ from experiments.analyses.common import (
 )
 from experiments.records import Record
 from saf.calibration.capture import measurable_heads
+from saf.cli.parsing import read_heads
 from saf.errors import InputError
 from saf.heads import HeadSet
 from saf.models.adapter import adapter_for
@@ -131,12 +131,7 @@ class Profiles(ModelAnalysis):
     """A record of `profiles` on a later checkpoint of the run; adds the rank correlation of both records' variances."""
 
     def analyse(self, opened: ModelWithData) -> dict[str, Any]:
-        selected = head_set(self.selected)
-        if selected:
-            # Raises now for heads that cannot be compared, not after the measurement.
-            adapter = adapter_for(opened.model)
-            shape = len(adapter.sites()), adapter.sites()[0].layout.num_heads
-            layer_matched(torch.where(mask_of(measurable_heads(adapter), shape), 0.0, torch.nan), selected)
+        selected = HeadSet(read_heads(self.selected))
         windows = opened.windows(self.windows)[:, :-1]
         if self.text == "calibration":
             windows = torch.cat(opened.calibration())[: self.windows]
@@ -238,12 +233,8 @@ def layer_matched(values: Tensor, selected: HeadSet) -> tuple[float, float]:
     """Return the mean of `values [L, H]` over selected heads, and over unselected ones weighted to match their layers.
 
     In both means a layer's weight is its number of selected heads. Layers without selected or without
-    unselected heads are left out, and so are NaN values. Raises InputError if no layer is left, or for heads that do
-    not exist.
+    unselected heads are left out, and so are NaN values. Raises InputError if no layer is left.
     """
-    layers, width = values.shape
-    if unknown := [list(head) for head in selected if head[0] >= layers or head[1] >= width]:
-        raise InputError(f"the model has {layers} layers of {width} heads; got {unknown}")
     inside, known = mask_of(selected, values.shape).numpy(), np.isfinite(values.cpu().numpy())
     means, weights = [], []
     for row, own, other in zip(values.double().cpu().numpy(), inside & known, ~inside & known, strict=True):

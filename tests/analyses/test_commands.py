@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.analyses import ANALYSES, Analysis, analysis_figure
-from experiments.analyses.__main__ import main
+from experiments.analyses import ANALYSES, Analysis, analysis_figure, main
 from experiments.analyses.common import matrix, spearman
 from saf.checkpoint import checkpoint_hash
 from saf.records.files import file_hash, read_json
@@ -136,10 +135,10 @@ def test_unusable_input_is_refused(arms, tmp_path, capsys):
     for words, message in (
         (("profiles", checkpoint, "--selected", *(f"0:{head}" for head in range(4))), "nothing to compare"),
         (("joint-cost", checkpoint, "--first", "0:0", "--second", "0:4"), "do not exist: [[0, 4]]"),
-        (("geometry", checkpoint, "--rates", 0.25, 0.01), "at least one of 8 heads"),
+        (("one-head", checkpoint, "--rates", 0.25, 0.01), "at least one of 8 heads"),
         (("geometry", checkpoint, "--rates", 0.25, "--costs", arms[1] / "config.json"), "a rank needs two"),
         (("distributions", checkpoint, "--sequences", 5), "to be fitted to and two others; got 3 of 5"),
-        (("geometry", checkpoint, "--out", old), "exists already"),
+        (("profiles", checkpoint, "--out", old), "exists already"),
     ):
         assert main(list(map(str, (*words, "--device", "cpu")))) == 2
         assert message in capsys.readouterr().err

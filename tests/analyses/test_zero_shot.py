@@ -7,8 +7,7 @@ pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'sa
 
 import saf
 import saf.integrations.transformers
-from experiments.analyses import analysis_figure
-from experiments.analyses.__main__ import main
+from experiments.analyses import analysis_figure, main
 from experiments.analyses.zero_shot import ZeroShot
 from saf.calibration.capture import measurable_heads
 from saf.data import TextData, Tokenizer, calibration_windows, train_bpe
