@@ -11,7 +11,7 @@ import tyro
 
 from experiments.inputs import Inputs, check, smoke_inputs
 from experiments.measurements import Maker
-from experiments.recipe import Recipe, all_recipes, recipe, recipes_for
+from experiments.recipe import Recipe, all_recipes, recipes_for
 from experiments.records import read_records
 from experiments.results import document, recipe_blocks, show, write_pages
 from experiments.run import Key, Outcome, Run, execute, plan
@@ -71,7 +71,7 @@ class Experiments:
             return 0
         scale = scale_named(self.scale or DEFAULT_SCALE)
         # Two numbers of the paper may be of one recipe.
-        chosen = [recipe(name) for name in dict.fromkeys(name for word in self.recipes for name in recipes_for(word))]
+        chosen = [*{each.name: each for word in self.recipes for each in recipes_for(word)}.values()]
         for each in chosen:
             check_recipe(each)
         if self.show:

@@ -175,26 +175,16 @@ def all_recipes() -> dict[str, Recipe]:
     return dict(sorted(by_name.items()))
 
 
-def recipes_for(word: str) -> list[str]:
-    """Return the names of the recipes that repeat a label of the paper or a number such as table-8.
+def recipes_for(word: str) -> list[Recipe]:
+    """Return the recipe of a name, or those that repeat a label of the paper or a number such as table-8.
 
-    Those with a table of the paper as their `source` come before questions of ours. Another word is returned as it is:
-    it names a recipe.
+    Those with a table of the paper as their `source` come before questions of ours. Raises InputError for none.
     """
-    plain = word.lower().replace(" ", "-")  # the paper's "Table 8" is table-8
-    labels = {label for label, number in NUMBERED.items() if plain in (label, number.lower().replace(" ", "-"))}
-    if not labels:
-        return [word]
-    matches = {name: each for name, each in all_recipes().items() if labels & {*each.repeats}}
+    known, plain = all_recipes(), word.lower().replace(" ", "-")  # the paper's "Table 8" is table-8
+    numbers = {label: number.lower().replace(" ", "-") for label, number in NUMBERED.items()}
+    labels = {label for label, number in numbers.items() if plain in (label, number)}
+    matches = [each for each in known.values() if each.name == word or labels & {*each.repeats}]
     if not matches:
-        raise InputError(f"no recipe shows {word}; docs/recipes.md lists the paper's tables and figures")
-    return sorted(matches, key=lambda name: matches[name].source is None)
-
-
-def recipe(name: str) -> Recipe:
-    """Return a recipe; raise InputError for an unknown name."""
-    if name not in all_recipes():
-        numbers = [number.lower().replace(" ", "-") for number in NUMBERED.values()]
-        hint = did_you_mean(name, [*all_recipes(), *numbers]) or "; `python -m experiments` lists them"
-        raise InputError(f"there is no recipe {name!r}{hint}")
-    return all_recipes()[name]
+        hint = "" if labels else did_you_mean(word, [*known, *numbers.values()])
+        raise InputError(f"there is no recipe for {word!r}{hint or '; docs/recipes.md lists them'}")
+    return sorted(matches, key=lambda each: each.source is None)

@@ -17,7 +17,7 @@ from experiments.analyses import ANALYSES, analysis_figure
 from experiments.benchmarks import TABLES, memory, named, read_benchmarks, without_path
 from experiments.figures import costs_figure, recipe_figure, speedups_figure
 from experiments.measurements import Measurement
-from experiments.recipe import Recipe, recipe
+from experiments.recipe import Recipe, all_recipes
 from experiments.records import Record, read_records
 from experiments.tables import RecipeTable, markdown, measured_table
 from saf.compare import arm_names, arms_table, compare_all
@@ -197,10 +197,9 @@ def _page(path: Path, blocks: Sequence[Block]) -> str:
 def _blocks(name: str, results: Path) -> Iterator[Block]:
     for scale, recipes in RECIPES.get(name, {}).items():
         records = read_records(results, scale)
-        for each in recipes if records else ():
-            series = SERIES.get(scale, "") if recipe(each).metrics else ""
-            yield Block(heading=f"{recipe(each).numbered_title}, {scale}", text=series)
-            yield from recipe_blocks(RecipeTable(recipe(each), scale, records), results / scale)
+        for own in (all_recipes()[each] for each in recipes if records):
+            yield Block(heading=f"{own.numbered_title}, {scale}", text=SERIES.get(scale, "") if own.metrics else "")
+            yield from recipe_blocks(RecipeTable(own, scale, records), results / scale)
     measured = read_benchmarks(results)
     if name == "heads":
         yield from _analyses(results / "124m-midpoint")

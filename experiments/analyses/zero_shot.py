@@ -142,8 +142,7 @@ class ZeroShot(RunsModel):
 
     def _texts(self, opened: OpenedModel) -> dict[str, TokenData]:
         """Return the text for calibration and, with --other, that one, in tokens of the same tokenizer."""
-        if (data := opened.data) is None:
-            return {}
+        data: Any = opened.data
         texts = {"calibration": data}
         if (path := self.other) is not None:
             texts["other"] = TextData(path, data.tokenizer()) if path.is_file() else TokenData.open(path)
@@ -201,8 +200,8 @@ class ZeroShot(RunsModel):
         return self._once(head, title, measure)
 
     def _freeze(self, opened: OpenedModel, config: FreezeConfig, title: str) -> FreezeReport:
-        data, length = opened.data, self._longest(opened)
-        assert data is not None
+        data: Any = opened.data
+        length = self._longest(opened)
         print_progress(f"{title}: calibrating on {self.sequences} sequences of {length:,} tokens")
         windows = calibration_windows(data, length=length, count=self.sequences, seed=self.calibration_seed)
         ids = self._with_bos(opened, windows).split(self.batch_size)
@@ -219,8 +218,8 @@ class ZeroShot(RunsModel):
     def _states(self, opened: OpenedModel, title: str) -> dict[str, Any]:
         states = {"at once": self._measured(opened, title)}
         if self.heal:
-            assert opened.data is not None
-            text, length = opened.data.tokens("train"), self._longest(opened)
+            data: Any = opened.data
+            text, length = data.tokens("train"), self._longest(opened)
             count = max(1, self.heal // length)
             # Of the training partition: heads were chosen on the others.
             windows = shuffled_windows(text, 0, count, length=length, seed=self.calibration_seed)

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 
 from experiments import benchmarks
-from experiments.recipe import recipe
+from experiments.recipe import all_recipes
 from experiments.results import RECIPES, recipe_blocks, render, stale
 from experiments.tables import RecipeTable
 from saf.records.files import write_json
@@ -53,7 +53,7 @@ def test_pages_are_rendered_from_records_and_what_differs_is_named(tmp_path):
 def test_a_recipes_benchmarks_are_shown_and_drawn_beside_the_papers_numbers(tmp_path):
     measured = {**record(), "experiment": {"seed": None}}
     write_json(tmp_path / "measurements" / "training_systems.batches" / "once.json", measured)
-    shown = RecipeTable(recipe("training_systems"), "small", [])
+    shown = RecipeTable(all_recipes()["training_systems"], "small", [])
     table, figure, _ = recipe_blocks(shown, tmp_path)
     assert table.title == "Updates after freezing, batches: 124m"
     assert table.frame.loc["4096x8x4; 25% frozen, toeplitz", ["speedup", "paper"]].tolist() == ["1.081×", "1.056×"]

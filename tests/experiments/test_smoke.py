@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from experiments.__main__ import main
-from experiments.recipe import all_recipes, recipe
+from experiments.recipe import all_recipes
 
 SECONDS = 90
 """Of one core: 60 on an idle one, and what other tests at the same time take from the caches."""
@@ -21,7 +21,7 @@ def test_all_recipes_are_run_and_shown_in_a_minute(tmp_path, capsys):
     assert time.process_time() - began < SECONDS
     assert "its numbers mean nothing" in capsys.readouterr().out
     for name in all_recipes():
-        found, stem = recipe(name), tmp_path / "tables" / f"smoke-{name}"
+        found, stem = all_recipes()[name], tmp_path / "tables" / f"smoke-{name}"
         if found.metrics or any(each.smoke is not None for each in found.measurements):
             assert found.title in stem.with_suffix(".md").read_text()
         if found.metrics:

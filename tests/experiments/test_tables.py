@@ -13,7 +13,7 @@ from scipy import stats
 
 from experiments.__main__ import main
 from experiments.paper import Source
-from experiments.recipe import Recipe, all_recipes, recipe, recipes_for, rows
+from experiments.recipe import Recipe, all_recipes, recipes_for, rows
 from experiments.tables import METRICS, RecipeTable, check_recipe
 from saf.errors import CompareError, InputError
 from saf.paired import delta_of_windows
@@ -155,7 +155,7 @@ def test_shared_devices_have_no_times_and_other_windows_no_comparison(records):
 
 @pytest.mark.parametrize("name", all_recipes())
 def test_a_recipe_names_arms_metrics_and_rows_that_there_are(name):
-    found = recipe(name)
+    found = all_recipes()[name]
     assert set(found.metrics) | set(found.headline) <= METRICS.keys()
     labels = [row.label for row in found.rows]
     assert len(set(labels)) == len(labels)
@@ -172,9 +172,11 @@ def test_a_number_names_the_recipes_of_its_line_in_the_document_and_runs_no_othe
     lines = re.findall(r"^\| ((?:Table|Figure) \d+), `(\S+)` \|.*\| (.*`.*) \|$", RECIPES_PAGE, re.MULTILINE)
     assert len(lines) > 30
     for number, label, cell in lines:
-        assert {*recipes_for(label)} <= {*recipes_for(number)}
-        assert {*recipes_for(label)} <= {*re.findall(r"`(\w+)`", cell)}, number
-    assert "better" not in recipes_for("table-2")  # three quarters of the tokens are ours, past the paper's table
+        own, of_number = ({each.name for each in recipes_for(word)} for word in (label, number))
+        assert own <= of_number
+        assert own <= {*re.findall(r"`(\w+)`", cell)}, number
+    # Three quarters of its tokens are ours, past the paper's table.
+    assert "better" not in {each.name for each in recipes_for("table-2")}
 
 
 def test_committed_results_are_shown_at_the_scale_that_has_most_of_them(tmp_path, capsys):
