@@ -7,14 +7,7 @@ import torch
 from scipy.stats import binom
 
 from saf.errors import CompareError, InputError
-from saf.paired import (
-    block_length,
-    bootstrap_means,
-    delta_of_windows,
-    holm,
-    mcnemar,
-    paired_answers,
-)
+from saf.paired import block_length, bootstrap_means, delta_of_windows, holm, mcnemar, paired_answers
 
 
 def arms(windows: int = 400, cost: float = 0.01, spread: float = 0.02) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,13 +1,11 @@
 """The public names and commands: adding one is a decision, losing one breaks users."""
 
 import re
-import shlex
 import shutil
 import subprocess
 import sys
 import tarfile
 import tomllib
-from importlib import import_module
 from pathlib import Path
 
 import saf
@@ -30,18 +28,6 @@ def test_the_public_names_are_these():
 def test_the_commands_are_these():
     shown = subprocess.run([sys.executable, "-m", "saf", "--help"], capture_output=True, text=True, check=True).stdout
     assert re.findall(r"^  (\w+) ", shown, re.MULTILINE) == COMMANDS.split()
-
-
-def test_the_commands_of_the_readme_exist_with_their_flags():
-    blocks = re.findall(r"^```sh\n(.*?)^```", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
-    lines = [shlex.split(line, comments=True) for line in "".join(blocks).replace("\\\n", " ").splitlines()]
-    targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert {"demo", "test"} <= {words[1] for words in lines if words[:1] == ["make"]} <= set(targets)
-    commands = [words[1:] for words in lines if words[:1] == ["saf"]]
-    assert {name for name, *_ in commands} == {"freeze", "data", "pretrain", "compare", "report"}
-    for name, *words in commands:
-        words = ["--data" if word == "--parent" else word for word in words]  # a parent would be opened
-        import_module(f"saf.cli.{name}").parse_words(words)  # exits where it does not know a flag or its value
 
 
 def test_a_package_index_shows_the_readme_with_the_names_of_files_that_the_source_archive_has(tmp_path):

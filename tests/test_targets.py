@@ -12,15 +12,7 @@ from saf.errors import InputError
 from saf.fit import fit_compact, fit_kl
 from saf.heads import Head, HeadSet
 from saf.statistics import AttentionStatistics
-from saf.targets import (
-    TARGETS,
-    collect_for,
-    concentration,
-    dense_pattern,
-    exact_pattern,
-    target,
-    target_of,
-)
+from saf.targets import TARGETS, collect_for, concentration, dense_pattern, exact_pattern, target, target_of
 
 HEADS = HeadSet([(0, 1), (2, 1), (2, 3)])
 SAMPLED = ("gaussian", "dirichlet", "structured_random")

@@ -41,9 +41,7 @@ CLASSES: dict[str, tuple[tuple[str, ...], str]] = {
 }
 
 # A built-in function -> the folders where it is not called, and why.
-CALLS: dict[str, tuple[tuple[str, ...], str]] = {
-    "hasattr": (("saf/ops/",), "a backend declares what it can do"),
-}
+CALLS: dict[str, tuple[tuple[str, ...], str]] = {"hasattr": (("saf/ops/",), "a backend declares what it can do")}
 
 
 def imports(tree: ast.AST) -> Iterator[tuple[int, str]]:

@@ -15,6 +15,7 @@ from saf.machine import Stopwatch
 from saf.patterns import CompactPattern
 from saf.surgery import install_
 from saf.targets import target
+from tests.surgery.test_install import by_hand
 
 ALL = HeadSet((layer, head) for layer in range(3) for head in range(4))
 
@@ -27,15 +28,22 @@ def costs_of(model, ids, windows, **config):
     return one_head_costs(meter, fits, settings.backend, tuple(statistics.variance.shape))
 
 
-def test_one_head_costs_are_those_of_the_dense_model(model, ids, windows, run_dense):
+@torch.no_grad()
+def losses(model, windows, heads, fixed):
+    """Mean loss of each window, heads' patterns replaced by `fixed [F, T, T]`."""
+    logits = by_hand(model, windows[:, :-1], heads, fixed)
+    return torch.nn.functional.cross_entropy(logits.mT, windows[:, 1:], reduction="none").mean(1)
+
+
+def test_one_head_costs_are_those_of_the_dense_model(model, ids, windows):
     before = {name: value.clone() for name, value in model.state_dict().items()}
     goal = target(calibrate(model, [ids]), ALL)
     patterns = fit_compact(*goal[:2])
     by_window, fit_kl = costs_of(model, ids, windows)
-    _, ordinary = run_dense(model, windows)
+    ordinary = losses(model, windows, HeadSet(), None)
     for head, pattern, kl in zip(ALL, patterns, fit_kl_of(patterns, *goal).tolist(), strict=True):
-        _, frozen = run_dense(model, windows, {head: pattern.dense()})
-        assert torch.allclose(by_window[head], (ordinary - frozen).mean(1), atol=1e-6)
+        frozen = losses(model, windows, HeadSet([head]), pattern.dense()[None])
+        assert torch.allclose(by_window[head], frozen - ordinary, atol=1e-6)
         assert fit_kl[head].item() == pytest.approx(kl, abs=1e-9)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 

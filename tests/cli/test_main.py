@@ -4,11 +4,9 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 from saf.cli import COMMANDS
 from saf.cli.doctor import OPTIONAL, verdict
-from saf.hf.families import FAMILIES
 from saf.scores import SCORES
 from saf.targets import TARGETS
 
@@ -63,10 +61,3 @@ def test_doctor_ends_with_a_verdict(saf, saf_json):
     if printed["devices"][-1]["device"] == "cpu":
         bare = verdict({**printed, "optional": dict.fromkeys(OPTIONAL)})
         assert (bare["does_not"].count("CUDA kernels"), "triton" in bare["to_do"]) == (1, False)
-
-
-def test_the_documents_name_the_families_that_freeze():
-    names, root = [family.name for family in FAMILIES], Path(__file__).resolve().parents[2]
-    text = (root / "docs" / "huggingface.md").read_text()
-    lines = text.split("## Families")[1].split("## How to add a family")[0].splitlines()
-    assert [line.split("|")[1].strip() for line in lines if line.startswith("| ")][1:] == names

@@ -264,11 +264,11 @@ def test_settings_that_cannot_be_used_are_refused(options, message):
 def test_what_a_model_cannot_give_is_refused_before_anything_is_measured():
     """The calibration ids are beyond the vocabulary, an error as soon as the model runs."""
     ids, ready = tokens(), make()
-    saf.freeze_(ready, [ids], saf.FreezeConfig(rate=0.75, max_fit_kl=100))
+    already, *_ = saf.freeze_(ready, [ids], saf.FreezeConfig(rate=0.75, max_fit_kl=100)).heads
     stranger = {"optimizer": torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])}
     for model, config, options, error, message in (
         (ready, {"count": 4}, {}, InputError, "count must be at most the 3 live heads of 12, got 4"),
-        (ready, {"heads": ready_heads(ready)}, {}, InputError, "are frozen or pruned already"),
+        (ready, {"heads": [already]}, {}, InputError, "are frozen or pruned already"),
         (make(), {"exclude": ((0, 4),)}, {}, InputError, r"3 layers of 4 heads; got \[\(0, 4\)\]"),
         (make(), {"rate": 1.0, "operation": "prune"}, {}, InputError, "pruning must leave the model a head"),
         (make(), {"count": 4, "max_per_layer": 1, "strict": True}, {}, InputError, "at least 4 of 12 .*, got 3"),
@@ -288,10 +288,6 @@ def test_what_a_model_cannot_give_is_refused_before_anything_is_measured():
     for config in (0.5, 0, {}):
         with pytest.raises(InputError, match=f"config must be a FreezeConfig, got {config}"):
             saf.freeze_(make(), [ids], config)
-
-
-def ready_heads(model):
-    return tuple((layer, head) for layer in range(3) for head in model.blocks[layer].attention.layout.frozen)[:1]
 
 
 def test_the_report_is_recorded_and_counts_the_heads_of_events_before(tmp_path):

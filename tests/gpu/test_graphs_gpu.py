@@ -1,6 +1,7 @@
 """Updates whose passes are CUDA graphs: those of plain passes, across lengths and a freezing event."""
 
 import copy
+from itertools import cycle
 
 import pytest
 import torch
@@ -17,17 +18,11 @@ pytestmark = pytest.mark.gpu
 LENGTHS = [64, 40, 56, 64, 40, 64, 56, 40]
 
 
-class Batches:
+def batches(lengths):
     """Hand out micro-batches of these lengths again and again."""
-
-    def __init__(self, lengths):
-        drawn = torch.Generator().manual_seed(0)
-        both = [torch.randint(0, 2048, (2, 32, length), generator=drawn).cuda() for length in lengths]
-        self.all, self.count = [(one, other.masked_fill(other % 3 == 0, -100)) for one, other in both], 0
-
-    def __next__(self):
-        self.count += 1
-        return self.all[(self.count - 1) % len(self.all)]
+    drawn = torch.Generator().manual_seed(0)
+    both = [torch.randint(0, 2048, (2, 32, length), generator=drawn).cuda() for length in lengths]
+    return cycle([(one, other.masked_fill(other % 3 == 0, -100)) for one, other in both])
 
 
 def trained(model, compile: str, lengths: list[int], *, graphed: bool, kernel: str = "auto", accumulation: int = 2):
@@ -36,7 +31,7 @@ def trained(model, compile: str, lengths: list[int], *, graphed: bool, kernel: s
     updater = Updater(
         model=own,
         optimizer=build_optimizer(own),
-        batches=Batches(lengths),
+        batches=batches(lengths),
         execution=Execution.of("cuda", compile=compile),
         accumulation=accumulation,
         clip=1.0,

@@ -198,12 +198,6 @@ def test_gradient_scores_read_the_average_of_all_updates_and_an_arm_its_parents(
         pretrain(continue_from(untracked, out=settings("none").out, freeze=freeze))
 
 
-def test_output_aware_scores_read_the_held_out_sequences_of_the_task(settings):
-    freeze = replace(FREEZE, score="residual_cosine")
-    few = {"heldout_sequences": 3, "updates": 2, "save_every": 0, "eval_every": 0}
-    assert len(pretrain(settings(freeze=freeze, precision="bf16", **few))["intervention"]["heads"]) == 2
-
-
 # --- schedules of several events
 
 
