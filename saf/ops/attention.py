@@ -386,10 +386,8 @@ def _value_heads(
     if cache_position is not None and state is None and (frozen.trainable or executor.mixes_live):
         why = "patterns that are trained" if frozen.trainable else f"backend {frozen.backend!r}"
         raise UnsupportedError(f"{why} cannot go on from a cache of fixed size; use one that grows")
-    if kv_head is None:
-        # Slots and value heads correspond one to one, in order.
-        if state is not None:
-            raise InputError("frozen heads with a recurrent state need kv_head; pass it to FrozenHeads.from_patterns")
+    if kv_head is None:  # slots and value heads correspond one to one, in order
+        assert state is None, "frozen heads with a recurrent state need kv_head"
         kv_head = tuple(range(value.shape[1]))
     if state is not None or cache_position is not None:
         order = cached_order(kv_head, num_frozen, () if state is None else frozen.linear)

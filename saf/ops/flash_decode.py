@@ -102,7 +102,7 @@ def flash_decode(
     ordinary one. Values lie in `cached_order` where the device alone knows the position, in a cache of fixed size, and
     where frozen heads decode from a state instead.
     """
-    on_device, on_host = (position.first, 0) if isinstance(position.first, Tensor) else (None, position.first)
+    on_device, on_host = position.first_operands
     maps: list[Tensor] = []
     patterns: list[Tensor] = []
     if tables is not None:

@@ -112,10 +112,10 @@ def layer_tables(kinds: Sequence[int], layout: str, kv_head: Sequence[int], devi
     return maps | {f"{layout}_counts": tuple(kinds.count(kind) for kind in (LIVE, COMPACT, DENSE))}
 
 
-def operator_tables(tables: Tables, layout: str, prefix: str = "") -> tuple[list[Tensor], list[int]]:
+def operator_tables(tables: Tables, layout: str) -> tuple[list[Tensor], list[int]]:
     """Return the tensors of MAPS and PATTERNS and the numbers of heads of each kind, as the operators take them."""
-    maps = [tables[f"{prefix}{layout}_{name}"] for name in MAPS]
-    return maps + [tables[prefix + name] for name in PATTERNS], list(tables[f"{prefix}{layout}_counts"])
+    maps = [tables[f"{layout}_{name}"] for name in MAPS]
+    return maps + [tables[name] for name in PATTERNS], list(tables[f"{layout}_counts"])
 
 
 # --- the operator and its gradients
@@ -231,14 +231,12 @@ SHORT_PAIRS = 40 * SHORT**2
 HOST_BOUND = 2 * 4096 * 768 * (12 * 768 + 4096)
 # Channels up to which the limits were measured; wider heads leave the kernel few registers.
 MAX_DIM = 128
-FEW_DTYPES = (torch.bfloat16, torch.float16)
-_FEW = "few_"
 
 
 def serves_few(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether `mix_few` can run on a device and was measured to be faster there: Hopper and later."""
     hopper = device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-    return hopper and has_triton() and dtype in FEW_DTYPES
+    return hopper and has_triton() and dtype in (torch.bfloat16, torch.float16)
 
 
 def are_few(value: Tensor, heads: int, *, replayed: bool) -> bool:
@@ -260,8 +258,7 @@ def few_tables(patterns: Sequence[Pattern], dtype: torch.dtype, device: torch.de
     if kv_head is None or not serves_few(device, dtype):
         return {}
     first = [pattern.prefix(min(MAX_LENGTH, pattern.length)) for pattern in patterns]
-    tables = pattern_tables(first, dtype, device) | layer_tables([COMPACT] * len(first), "mixed", kv_head, device)
-    return {_FEW + name: table for name, table in tables.items()}
+    return pattern_tables(first, dtype, device) | layer_tables([COMPACT] * len(first), "mixed", kv_head, device)
 
 
 def mix_few(
@@ -272,7 +269,7 @@ def mix_few(
     Code compiled for one shape launches the kernel itself, which costs the host a fraction of an operator. With dynamic
     lengths it returns None: a comparison with them would be a guard, and compile one more program.
     """
-    if _FEW + PATTERNS[0] not in tables:
+    if "mixed_counts" not in tables:
         return None
     compiling = torch.compiler.is_compiling()
     if compiling:
@@ -280,7 +277,7 @@ def mix_few(
 
         if not all(has_static_value(size) for size in value.shape):
             return None
-    arguments = operator_tables(tables, "mixed", _FEW)
+    arguments = operator_tables(tables, "mixed")
     if not are_few(value, sum(arguments[1]), replayed=replayed):
         return None
     factor = score_scale(scale, value.shape[-1])

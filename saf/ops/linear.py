@@ -36,47 +36,28 @@ STEP_ROWS = 16
 TURNS = 18
 # How far rounded tables may take a row's sum from that of exact ones: a quarter of what a cancellation of 4 does.
 ROW_SUM_TOLERANCE = 0.02
-
-
-class LinearTables(NamedTuple):
-    """What executes F heads, in the dtype of values unless stated.
-
-    Attributes:
-        near: `[F, N, C, C]`, g between the rows of a chunk and of those 0 to N - 1 chunks before it.
-        write: `[F, 2P, C]`, what each row of a chunk adds to the state at the chunk's end: cosines, then sines.
-        read: `[F, C, 2P]`, what each row of a chunk reads of the state at the end of N chunks before it.
-        turns: `[F, K, 2, P]` float32 (float64 for float64 values), real and imaginary part of the factor that rotates
-            and decays a state over 1, 2, 4, ... chunks.
-    """
-
-    near: Tensor
-    write: Tensor
-    read: Tensor
-    turns: Tensor
-
-    @property
-    def num_tiles(self) -> int:
-        """Return N."""
-        return self.near.shape[1]
-
-    @property
-    def chunk(self) -> int:
-        """Return C, the rows of a chunk."""
-        return self.near.shape[-1]
+# What executes F heads, in the order of the operators' `tables`, in the dtype of values unless stated.
+TABLES = (
+    "near",  # [F, N, C, C], g between the rows of a chunk and of those 0 to N - 1 chunks before it
+    "write",  # [F, 2P, C], what each row of a chunk adds to the state at the chunk's end: cosines, then sines
+    "read",  # [F, C, 2P], what each row of a chunk reads of the state at the end of N chunks before it
+    "turns",  # [F, K, 2, P] float32 at least, by how much a state rotates and decays over 1, 2, 4, ... chunks
+)
 
 
 # --- the chunked sum in plain PyTorch
 
 
 def chunked_product(
-    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, left_pad: Tensor | None = None, *,
+    x: Tensor, tables: Sequence[Tensor], before: Tensor, after: Tensor, left_pad: Tensor | None = None, *,
     reverse: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return (S.32) for `x [B, F, T, D]`, stored as `[B, T, F, D]`, in reversed time with `reverse`.
 
     Scalings `[F, >=T]` are multiplied as `scale_rows` does; all else is float32 (float64 for float64 values).
     """
-    length, rows, num_tiles = x.shape[2], tables.chunk, tables.num_tiles
+    near, write, read, turns = tables
+    length, rows, num_tiles = x.shape[2], near.shape[-1], near.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
     chunks = -(-length // rows)
     u = scale_rows(x, before, 0, left_pad)
@@ -86,11 +67,11 @@ def chunked_product(
     by_chunk = u.unflatten(2, (chunks, rows)).to(wide)  # [B, F, n, C, D]
     y = torch.zeros_like(by_chunk)
     for back in range(min(num_tiles, chunks)):  # G_back u_{c - back}
-        near = tables.near[:, back].to(wide)
-        y[:, :, back:] += torch.einsum("fts,bfnsd->bfntd", near, by_chunk[:, :, : chunks - back])
+        earlier = by_chunk[:, :, : chunks - back]
+        y[:, :, back:] += torch.einsum("fts,bfnsd->bfntd", near[:, back].to(wide), earlier)
     if chunks > num_tiles:  # L h_c, where chunk c reads the state at the end of chunk c - N
-        states = chunk_sums(u[:, :, : (chunks - num_tiles) * rows], tables)
-        y[:, :, num_tiles:] += torch.einsum("ftp,bfnpd->bfntd", tables.read.to(wide), states)
+        states = chunk_sums(u[:, :, : (chunks - num_tiles) * rows], write, turns)
+        y[:, :, num_tiles:] += torch.einsum("ftp,bfnpd->bfntd", read.to(wide), states)
     y = y.flatten(2, 3)[:, :, :length]
     return heads_like(x, x.shape[1]).copy_(scale_rows(y.flip(2) if reverse else y, after, 0, left_pad))
 
@@ -111,15 +92,15 @@ def scale_rows(x: Tensor, scale: Tensor, first: int, left_pad: Tensor | None) ->
     return (x.to(wide) * factor[..., None].to(wide)).to(x.dtype)
 
 
-def chunk_sums(u: Tensor, tables: LinearTables) -> Tensor:
+def chunk_sums(u: Tensor, write: Tensor, turns: Tensor) -> Tensor:
     """Return the state `[B, F, n, 2P, D]` at the end of each of n whole chunks of `u [B, F, n * C, D]`."""
-    wide = tables.turns.dtype  # states are sums over a whole sequence: float32 at least
-    chunks = u.unflatten(2, (-1, tables.write.shape[-1])).to(wide)
-    states = torch.einsum("fpt,bfntd->bfnpd", tables.write.to(wide), chunks)
+    wide = turns.dtype  # states are sums over a whole sequence: float32 at least
+    chunks = u.unflatten(2, (-1, write.shape[-1])).to(wide)
+    states = torch.einsum("fpt,bfntd->bfnpd", write.to(wide), chunks)
     # Hillis-Steele scan: after round k a state holds 2**k chunks. Few large operations in place of one a chunk.
     for power in range((states.shape[2] - 1).bit_length()):  # `turns` has M, M^2, M^4, ... for these rounds
         back = 1 << power
-        later = states[:, :, back:] + turn(states[:, :, :-back], tables.turns[:, None, power])
+        later = states[:, :, back:] + turn(states[:, :, :-back], turns[:, None, power])
         states = torch.cat([states[:, :, :back], later], 2)
     return states
 
@@ -137,7 +118,7 @@ def turn(state: Tensor, factor: Tensor) -> Tensor:
 class ExactTables(NamedTuple):
     """Tables of F heads in float64: those of g, g itself and exp(alpha) `[F, T]` with largest 1, and Z `[F, T]`."""
 
-    tables: LinearTables
+    tables: Sequence[Tensor]
     distance: Tensor
     keys: Tensor
     sums: Tensor
@@ -155,7 +136,7 @@ def exact_tables(patterns: Sequence[ExponentialPattern], device: torch.device, *
     weights = torch.stack([one.distance_weights() for one in patterns])
     largest = weights.amax(-1, keepdim=True)
     by_head = [_head_tables(*each, chunk, num_tiles, num_poles) for each in zip(patterns, largest, strict=True)]
-    tables = LinearTables(*(torch.stack(of_heads) for of_heads in zip(*by_head, strict=True)))
+    tables = [torch.stack(of_heads) for of_heads in zip(*by_head, strict=True)]
     keys = torch.stack([one.key_logits() for one in patterns])
     keys = (keys - keys.amax(-1, keepdim=True)).exp()
     return ExactTables(tables, weights / largest, keys, _row_sums(tables, keys))
@@ -163,7 +144,7 @@ def exact_tables(patterns: Sequence[ExponentialPattern], device: torch.device, *
 
 def _head_tables(
     pattern: ExponentialPattern, largest: Tensor, chunk: int, num_tiles: int, num_poles: int
-) -> LinearTables:
+) -> tuple[Tensor, ...]:
     """Return the tables of one head, whose g is divided by its `largest` weight.
 
     Up to distance w - 1 g is the band, beyond it `g(d) = sum_p Re((cosine - i sine) e^{pole (d - w)})` (S.31) with
@@ -188,7 +169,7 @@ def _head_tables(
     from_state = row[:, None] + (num_tiles - 1) * chunk + 1 - width
     read = (pole * from_state).exp() * torch.complex(cosine, -sine) / largest  # [C, P], L
     turns = (pole * chunk * 2 ** torch.arange(TURNS, device=damping.device)[:, None]).exp()  # [K, P], M^(2^k)
-    return LinearTables(
+    return (
         near,
         torch.cat([write.real, write.imag]),
         torch.cat([read.real, -read.imag], -1),  # Re(r h) = Re r Re h - Im r Im h
@@ -196,14 +177,13 @@ def _head_tables(
     )
 
 
-def _row_sums(tables: LinearTables, keys: Tensor) -> Tensor:
+def _row_sums(tables: Sequence[Tensor], keys: Tensor) -> Tensor:
     """Return Z `[F, T]` float64: the product of the tables with a column of ones."""
     ones = torch.ones(1, *keys.shape, 1, dtype=torch.float64, device=keys.device)
-    wide = LinearTables(*(x.double() for x in tables))
-    return chunked_product(ones, wide, keys, torch.ones_like(keys))[0, :, :, 0]
+    return chunked_product(ones, [x.double() for x in tables], keys, torch.ones_like(keys))[0, :, :, 0]
 
 
-def linear_tables(exact: ExactTables, dtype: torch.dtype) -> tuple[LinearTables, Tensor, Tensor]:
+def linear_tables(exact: ExactTables, dtype: torch.dtype) -> tuple[list[Tensor], Tensor, Tensor]:
     """Return the tables, exp(alpha) `[F, T]` and 1/Z `[F, T]`, for values of `dtype`.
 
     Scalings are float32, float64 for float64 values. Z is computed in float64 from the rounded tables, on the rounded
@@ -212,7 +192,7 @@ def linear_tables(exact: ExactTables, dtype: torch.dtype) -> tuple[LinearTables,
     """
     wide = torch.promote_types(dtype, torch.float32)
     near, write, read, turns = exact.tables
-    rounded = LinearTables(near.to(dtype), write.to(dtype), read.to(dtype), turns.to(wide))
+    rounded = [near.to(dtype), write.to(dtype), read.to(dtype), turns.to(wide)]
     sums = _row_sums(rounded, exact.keys.to(dtype).double())
     # Poles of opposite amplitudes may cancel to a small g: what rounding does to each of them then shows in Z.
     inverse = (1 / sums).to(wide).contiguous()
@@ -252,14 +232,14 @@ def linear_product(
     """Return P x of frozen heads, `[B, F, T, D]` like x, or with `transpose` P^T x; stored as `[B, T, F, D]`.
 
     P is diag(after) G diag(before), where G(i, j) = g(i - j); scalings `[F, >=T]` are those of the direction, `tables`
-    those of `LinearTables`. Sequences begin at `left_pad [B]`, contiguous: scalings count from there, values
+    those of TABLES. Sequences begin at `left_pad [B]`, contiguous: scalings count from there, values
     stay where they are, since g knows distances alone; results before it are zero.
     """
     if uses_triton(x.device, x.dtype):
         from saf.ops.linear_kernels import linear_matmul
 
         return linear_matmul(unit_stride(x), tables, before, after, transpose=transpose, left_pad=left_pad)
-    return chunked_product(x, LinearTables(*tables), before, after, left_pad, reverse=transpose)
+    return chunked_product(x, tables, before, after, left_pad, reverse=transpose)
 
 
 # --- the state of decoding
@@ -298,14 +278,12 @@ class RecurrentState(NamedTuple):
 
         `whole` sequences fill the state, later rows go on from it.
         """
-        value, first, left_pad = take_heads(self.value, heads), position.first, position.left_pad
+        value, left_pad = take_heads(self.value, heads), position.left_pad
         chunked, before, after = _chunked(tables), tables["key_scale"], tables["row_scale"]
         if whole:
             fill_state(value, chunked, before, left_pad, self.ring, self.sums)
             return linear_product(value, chunked, before, after, left_pad, False)
-        # A CUDA graph of one step serves the next only if the device holds the position.
-        on_device, on_host = (first, 0) if isinstance(first, Tensor) else (None, first)
-        return step_state(value, chunked, before, after, on_device, on_host, left_pad, self.ring, self.sums)
+        return step_state(value, chunked, before, after, *position.first_operands, left_pad, self.ring, self.sums)
 
 
 @operator("linear_fill", fake=lambda *_: None, mutates=("ring", "sums"))
@@ -314,16 +292,19 @@ def fill_state(
 ) -> None:
     """Fill the state after values `x [B, F, T, D]` of whole sequences; arguments are those of `linear_product`."""
     if not uses_triton(x.device, x.dtype):
-        _fill(x, LinearTables(*tables), before, left_pad, ring, sums)
+        _fill(x, tables, before, left_pad, ring, sums)
     elif ring.numel():
         from saf.ops.linear_kernels import fill
 
         fill(unit_stride(x), tables, before, left_pad, ring, sums)
 
 
-def _fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor) -> None:
+def _fill(
+    x: Tensor, tables: Sequence[Tensor], before: Tensor, left_pad: Tensor | None, ring: Tensor, sums: Tensor
+) -> None:
     """Do `fill_state` in plain PyTorch."""
-    num_tiles, rows = tables.num_tiles, tables.chunk
+    near, write, _, turns = tables
+    num_tiles, rows = near.shape[1], near.shape[-1]
     ring.zero_()  # it may hold an earlier sequence; chunks before the first count as zero
     sums.zero_()
     u, last = scale_rows(x, before, 0, left_pad), (x.shape[2] - 1) // rows
@@ -331,7 +312,7 @@ def _fill(x: Tensor, tables: LinearTables, before: Tensor, left_pad: Tensor | No
         chunk = u[:, :, (last - back) * rows : (last - back + 1) * rows]
         ring[:, :, (last - back) % (num_tiles + 1), : chunk.shape[2]] = chunk
     if last >= num_tiles:
-        states = chunk_sums(u[:, :, : (last - num_tiles + 1) * rows], tables)
+        states = chunk_sums(u[:, :, : (last - num_tiles + 1) * rows], write, turns)
         sums[:, :, last % 2] = states[:, :, -1]
         if last > num_tiles:
             sums[:, :, (last + 1) % 2] = states[:, :, -2]
@@ -350,7 +331,7 @@ def step_state(
     if not uses_triton(x.device, x.dtype) or x.shape[2] > STEP_ROWS:
         # `int(first)` waits for the device: a graph cannot be captured of so many rows.
         at = host_first if first is None else int(first)
-        return _step(x, LinearTables(*tables), before, after, at, left_pad, ring, sums)
+        return _step(x, tables, before, after, at, left_pad, ring, sums)
     from saf.ops.linear_kernels import step
 
     at = host_first if first is None else first
@@ -358,26 +339,27 @@ def step_state(
 
 
 def _step(
-    x: Tensor, tables: LinearTables, before: Tensor, after: Tensor, first: int, left_pad: Tensor | None, ring: Tensor,
-    sums: Tensor,
+    x: Tensor, tables: Sequence[Tensor], before: Tensor, after: Tensor, first: int, left_pad: Tensor | None,
+    ring: Tensor, sums: Tensor,
 ) -> Tensor:  # fmt: skip
     """Do `step_state` in plain PyTorch, chunk by chunk."""
-    num_tiles, slots, wide = tables.num_tiles, tables.num_tiles + 1, sums.dtype
+    near, write, read, turns = tables
+    num_tiles, rows, slots, wide = near.shape[1], near.shape[-1], ring.shape[2], sums.dtype
     u, y = scale_rows(x, before, first, left_pad), heads_like(x, x.shape[1])
     row = 0
     while row < x.shape[2]:
-        chunk, begin = divmod(first + row, tables.chunk)
-        count = min(tables.chunk - begin, x.shape[2] - row)
+        chunk, begin = divmod(first + row, rows)
+        count = min(rows - begin, x.shape[2] - row)
         within = slice(begin, begin + count)
         # Where a chunk's first row is taken back and computed again, so is this, with the same result: it reads the
         # other state, and a chunk that nothing has written over.
         if not begin:  # h_c = M h_{c-1} + W u_{c-N}
-            added = tables.write.to(wide) @ ring[:, :, (chunk - num_tiles) % slots].to(wide)
-            sums[:, :, chunk % 2] = turn(sums[:, :, (chunk - 1) % 2], tables.turns[:, 0]) + added
+            added = write.to(wide) @ ring[:, :, (chunk - num_tiles) % slots].to(wide)
+            sums[:, :, chunk % 2] = turn(sums[:, :, (chunk - 1) % 2], turns[:, 0]) + added
         ring[:, :, chunk % slots, within] = u[:, :, row : row + count]
-        total = tables.read[:, within].to(wide) @ sums[:, :, chunk % 2]
+        total = read[:, within].to(wide) @ sums[:, :, chunk % 2]
         for back in range(num_tiles):
-            total += tables.near[:, back, within].to(wide) @ ring[:, :, (chunk - back) % slots].to(wide)
+            total += near[:, back, within].to(wide) @ ring[:, :, (chunk - back) % slots].to(wide)
         y[:, :, row : row + count] = scale_rows(total, after, first + row, left_pad)
         row += count
     return y
@@ -389,7 +371,7 @@ def _step(
 class Linear(Backend):
     """Execute exponential patterns in linear time.
 
-    Its tables: those of `LinearTables`; `key_scale` exp(alpha), `row_scale` 1/Z and, for single rows, `distance` g,
+    Its tables: those of TABLES; `key_scale` exp(alpha), `row_scale` 1/Z and, for single rows, `distance` g,
     `[F, T]`.
     """
 
@@ -404,7 +386,7 @@ class Linear(Backend):
         prepared = {}
         for dtype in dtypes:
             chunked, keys, rows = linear_tables(exact, dtype)
-            tables: Tables = {**chunked._asdict(), "key_scale": keys, "row_scale": rows}
+            tables: Tables = {**dict(zip(TABLES, chunked, strict=True)), "key_scale": keys, "row_scale": rows}
             tables |= {"distance": exact.distance.to(dtype), "stored": (), "convolved": tuple(range(count))}
             tables |= decode_maps(kv_head, count, device) if uses_triton(device, dtype) else {}
             prepared[dtype] = tables
@@ -416,4 +398,4 @@ class Linear(Backend):
 
 
 def _chunked(tables: Tables) -> list[Tensor]:
-    return [tables[name] for name in LinearTables._fields]
+    return [tables[name] for name in TABLES]

@@ -13,7 +13,7 @@ stretch is the run of chunks that one program computes. A product takes three la
     mix_kernel      y, from the state at the beginning of each stretch     [B, F, T, D]
 
 With REVERSE chunks are counted from the last position, so that the same kernels compute P^T x. `fill_kernel` writes the
-state of decoding after a prompt, `step_kernel` goes on from it row by row. `tables` are those of `LinearTables`: near
+state of decoding after a prompt, `step_kernel` goes on from it row by row. `tables` are those of linear.py: near
 `[F, N, C, C]`, write `[F, 2P, C]`, read `[F, C, 2P]`, turns `[F, K, 2, P]`. Names are those of launch.py.
 """
 

@@ -230,6 +230,11 @@ class CachePosition(NamedTuple):
         return cls(first, rows, left_pad, visible if visible.ndim == 4 else visible[None, None])
 
     @property
+    def first_operands(self) -> tuple[Tensor | None, int]:
+        """Return `first` as operators take it: on the device, or None and on the host."""
+        return (self.first, 0) if isinstance(self.first, Tensor) else (None, self.first)
+
+    @property
     def real(self) -> Tensor | None:
         """Return which queries are real tokens, `[B, Tq]`; None without padding."""
         if self.left_pad is None:

@@ -101,10 +101,10 @@ def toeplitz_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, l
 def linear_samples(draw: Draw, device: str, dtype: torch.dtype) -> dict[str, list[tuple]]:
     """The product in both directions; a prompt of 40 positions and the next ones; with padding and without."""
     exact = exact_tables(exponential_patterns(2, 48, band=8).singles(), torch.device(device))
-    chunked, before, after = linear_tables(exact, dtype)
-    tables, pad, first = list(chunked), torch.tensor([0, 4], device=device), torch.tensor(40, device=device)
+    tables, before, after = linear_tables(exact, dtype)
+    pad, first = torch.tensor([0, 4], device=device), torch.tensor(40, device=device)
     value = draw(2, 40, 2, 16).transpose(1, 2)
-    state = RecurrentState.empty(value, (2, chunked.near.shape[1], 64, chunked.write.shape[1]))[:2]
+    state = RecurrentState.empty(value, (2, tables[0].shape[1], 64, tables[1].shape[1]))[:2]
     return {
         "linear": [
             (x.requires_grad_(), tables, before, after, left_pad, transpose)

@@ -13,7 +13,7 @@ from saf.ops.flash_decode_kernels import decode
 from saf.ops.fused import COMPACT, DENSE, LIVE, head_maps, shifted_band
 from saf.ops.fused_kernels import fused_backward, fused_forward
 from saf.ops.launch import launch as run
-from saf.ops.linear import CHUNK, TURNS, LinearTables
+from saf.ops.linear import CHUNK, TURNS
 from saf.ops.linear_kernels import fill, linear_matmul, step
 from saf.ops.loss_and_gelu_kernels import gelu, gelu_backward, softmax_gradient
 from saf.ops.toeplitz import PAD, TILE
@@ -112,7 +112,7 @@ def linear_rows() -> Iterator[tuple[str, list[Launch]]]:
         for tiles in (2, 3):
             near, write = (heads, tiles, CHUNK, CHUNK), (heads, 2 * poles, CHUNK)
             near, write, read = (empty(*x, dtype=dtype) for x in (near, write, (heads, CHUNK, 2 * poles)))
-            tables, scale = LinearTables(near, write, read, empty(heads, TURNS, 2, poles)), empty(heads, 32768)
+            tables, scale = (near, write, read, empty(heads, TURNS, 2, poles)), empty(heads, 32768)
             for dim in (96, 256):
                 x = empty(2, 32768, heads, dim, dtype=dtype).transpose(1, 2)
                 pad = empty(2, dtype=torch.int64) if dim == 96 else None

@@ -57,9 +57,9 @@ def run(case: Case, device: str, *, plain: bool = False) -> list[str] | None:
     x = torch.randn(2, total, slots, case.dim, generator=torch.Generator().manual_seed(0))
     x = x.to(device, dtype).transpose(1, 2)
     pad = torch.tensor([0, 11], device=device) if case.padded else None
-    rest = list(tables), keys
+    rest = tables, keys
     want = exact(pattern, x.double().cpu(), 11 * case.padded)
-    state = RecurrentState.empty(x, (slots, tables.near.shape[1], 64, tables.write.shape[1]))[:2]
+    state = RecurrentState.empty(x, (slots, tables[0].shape[1], 64, tables[1].shape[1]))[:2]
     if case.prompt:
         for part in state:
             part.fill_(3.0)  # what an earlier sequence left
