@@ -7,13 +7,11 @@ import importlib
 import io
 import logging
 import os
-import re
 import sys
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import fields
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from typing import Any
 
 from saf.errors import SafError, SafWarning, UnsupportedError, nearest
@@ -65,9 +63,8 @@ EXTRAS = {
 }
 """The extra of this package (pyproject.toml) that installs each package that commands need."""
 RESUME = ". Checkpoints stay: go on with the same command and --resume"
-RANK0_SECONDS = 10
-"""Seconds for which other ranks leave an error to rank 0. Once rank 0 has printed it and ended, `torchrun` ends them;
-they print an error that rank 0 does not have after this time."""
+FIRST_SECONDS = 10
+"""Seconds for which processes leave an error to the first one of their machine; then they print one of their own."""
 EXIT_ERROR, EXIT_INTERRUPTED = 2, 130
 """The exit code of tyro, and of most programs, for bad arguments; and that of shells for SIGINT."""
 
@@ -84,10 +81,12 @@ def main(words: Sequence[str] | None = None) -> int:
         sys.stdout.flush()  # a pipe that was closed is noticed here rather than at Python's exit
         return code
     except SafError as error:
-        if not _prints(error):  # rank 0 prints and ends, and torchrun then ends this one in its sleep
-            time.sleep(RANK0_SECONDS)
-        print(f"saf {name}: {_settings_as_flags(str(error), name)}", file=sys.stderr)
-        _end_in_group(EXIT_ERROR)
+        _leave_to_first()
+        print(f"saf {name}: {error}", file=sys.stderr)
+        if _in_torchrun():  # at an ordinary exit, the threads of a group that lost a rank would abort this process
+            sys.stdout.flush()  # `os._exit` leaves buffers as they are
+            sys.stderr.flush()
+            os._exit(EXIT_ERROR)
         return EXIT_ERROR
     except KeyboardInterrupt:
         print(f"saf {name}: interrupted{advice}", file=sys.stderr)
@@ -135,62 +134,33 @@ def _run(name: str, words: Sequence[str]) -> int:
     return 0
 
 
-def _settings_as_flags(text: str, name: str) -> str:
-    """Write the settings in an error as the command's flags, `batch_size` as `--batch-size`.
-
-    Settings of one word stay: `length` may be an ordinary word.
-    """
-    if (module := sys.modules.get(f"saf.cli.{name}")) is None:  # its import failed
-        return text
-    names = {each.name for each in fields(module.Command)}
-
-    def flag_of(match: re.Match[str]) -> str:
-        return f"--{match[0].replace('_', '-')}" if match[0] in names else match[0]
-
-    # Whole words alone: no part of a path, of a name with a dot, or of Python's `name=value`.
-    return re.sub(r"(?<![\w/.-])[a-z]+(?:_[a-z]+)+(?![\w/=-])", flag_of, text)
-
-
 def _parse(module: Any, words: Sequence[str]) -> Any:
     """Return the command of these words; of several processes that refuse them, the first of each machine says why."""
-    if _is_first_on_machine():
-        return module.parse_words(words)
-    shown = io.StringIO()  # tyro prints the help and its refusals itself
-    try:
-        with redirect_stdout(shown), redirect_stderr(shown):
+    with ExitStack() as quiet:  # tyro prints the help and its refusals itself
+        if not _is_first_on_machine():
+            quiet.enter_context(redirect_stdout(io.StringIO()))
+            quiet.enter_context(redirect_stderr(io.StringIO()))
+        try:
             return module.parse_words(words)
-    except SystemExit as stop:
-        if stop.code:
-            time.sleep(RANK0_SECONDS)
-            print(shown.getvalue(), file=sys.stderr)
-        raise
-
-
-def _prints(error: SafError) -> bool:
-    """Return whether this process prints an error at once; of ranks that share it, rank 0 does."""
-    if "torch" in sys.modules:  # a command that failed before it needed PyTorch is in no group
-        from saf.distributed import is_rank0, is_shared, rank_and_size
-
-        if rank_and_size()[1] > 1:
-            return is_rank0() or not is_shared(error)
-    return _is_first_on_machine()
+        except SystemExit as stop:
+            if stop.code:
+                _leave_to_first()
+            raise
 
 
 def _is_first_on_machine() -> bool:
     """Return whether this process is alone, or the first that `torchrun` started on its machine."""
-    return "TORCHELASTIC_RUN_ID" not in os.environ or os.environ["LOCAL_RANK"] == "0"
+    return not _in_torchrun() or os.environ["LOCAL_RANK"] == "0"
 
 
-def _end_in_group(code: int) -> None:
-    """End a process of a group at once: at an ordinary exit, the threads of a group that lost a rank would abort it."""
-    if "torch" not in sys.modules:
-        return
-    from saf.distributed import rank_and_size
+def _in_torchrun() -> bool:
+    return "TORCHELASTIC_RUN_ID" in os.environ
 
-    if rank_and_size()[1] > 1:
-        sys.stdout.flush()  # `os._exit` leaves buffers as they are
-        sys.stderr.flush()
-        os._exit(code)
+
+def _leave_to_first() -> None:
+    """Wait where another process may print the same error and end; `torchrun` then ends this one in its sleep."""
+    if not _is_first_on_machine():
+        time.sleep(FIRST_SECONDS)
 
 
 @contextmanager

@@ -55,7 +55,7 @@ def test_values_that_cannot_be_used_end_with_exit_code_2(saf, text_data, arms, t
     for words, message in (
         ([*train, "--freeze.rate", "0.25", "--calibration-sequences", 10**6], "--calibration-sequences"),
         ([*train, "--length", 10**6], "a window of length"),
-        ([*train, "--batch-size", "0"], "--batch-size must be at least 1"),
+        ([*train, "--batch-size", "0"], "batch_size must be at least 1"),
         ([*few, "--score", "qk_gradient"], "--track-gradients"),
         ([*event, "--fitter-options", "steps"], "pairs of NAME VALUE"),
         ([*few, "--max-fit-kl", 1e-12], "at least 1 of 2 heads must be frozen, and 8 do not fit within"),
