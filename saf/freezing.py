@@ -305,7 +305,7 @@ def _texts(
     if heldout is None:
         if config.uses_joint_cost:
             raise InputError("joint cost is measured on held-out text: give heldout= sequences")
-        if training or adapter.saves_weights:  # the project's own GPT is trained on, or measured by its run
+        if training or adapter.is_gpt:  # it is trained on, or measured by its run
             return None, None
         try:
             adapter.check_next_token()

@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 from saf.errors import CheckpointError, InputError, SafWarning, UnsupportedError
 from saf.heads import BIAS, EDITED, Head, HeadLayout
-from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_plain_weights, find_rows, rows_of
+from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, find_rows, rows_of
 from saf.ops import choose_backend
 from saf.patterns import PATTERN_KINDS, Pattern, pattern_from_state
 from saf.records.files import check_file, file_hash, read_json, read_tensors, write_json, write_tensors
 from saf.surgery import (
     LayerEdit,
     apply_edits_,
+    check_plain_weights,
     editable,
     patterns_of,
     plan_edit,

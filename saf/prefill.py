@@ -19,7 +19,8 @@ class LastToken(nn.Module):
         super().__init__()
         adapter = adapter_for(model)
         self.model = adapter.model
-        self._last_logits, self._fullgraph = adapter.last_logits, adapter.fullgraph
+        # The code of transformers' models may break the graph.
+        self._last_logits, self._fullgraph = adapter.last_logits, adapter.is_gpt
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Return the logits of the token after the prompt."""

@@ -42,15 +42,15 @@ def save(model: nn.Module, folder: str | Path) -> None:
         raise InputError(f"{folder} is a file; save writes a folder")
     adapter = adapter_for(model)
     # The GPT's config.json would replace a run's or another library's; frozen heads alone may join any files.
-    for path in (folder / CONFIG, folder / MANIFEST) if adapter.saves_weights else ():
+    for path in (folder / CONFIG, folder / MANIFEST) if adapter.is_gpt else ():
         if path.is_file() and (path.name != CONFIG or read_json(path).get("schema") != SCHEMA):
             raise InputError(f"{path} was not written by saf.save; choose another folder")
     check_savable(adapter)
     # Weights that another library saves are not in this folder: `load` compares sums to find whether they are the same.
-    state, tensors = description_of(adapter, checksums=not adapter.saves_weights)
+    state, tensors = description_of(adapter, checksums=not adapter.is_gpt)
     with new_files(folder) as new:
         weights = []
-        if adapter.saves_weights:
+        if adapter.is_gpt:
             weights.append(write_tensors(new / WEIGHTS, adapter.model.state_dict()))
             write_json(new / CONFIG, {"schema": SCHEMA, "model": adapter.model.config.to_dict()})
         write_description(new, state, tensors, *weights)
@@ -88,7 +88,7 @@ def load(
     state, tensors = read_description(source)
     model = _empty_model(source, state) if model is None else model
     adapter = adapter_for(model)
-    if adapter.saves_weights:
+    if adapter.is_gpt:
         weights = read_tensors(source / WEIGHTS, error=CheckpointError)
         restore_(model, state, tensors, backend=backend)  # resizes the weights that are loaded next
         load_weights_(model, weights, source)

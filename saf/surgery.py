@@ -21,16 +21,7 @@ from torch.utils.hooks import RemovableHandle
 from saf.distributed import in_group
 from saf.errors import InputError, UnsupportedError
 from saf.heads import BIAS, EDITED, KINDS, Head, HeadLayout, HeadSet, head_pairs
-from saf.models.adapter import (
-    ON_META,
-    Adapter,
-    Removed,
-    Site,
-    adapter_for,
-    check_no_hooks,
-    check_plain_weights,
-    rows_of,
-)
+from saf.models.adapter import ON_META, Adapter, Removed, Site, adapter_for, check_unsharded, rows_of
 from saf.ops import FrozenHeads
 from saf.optimizer_state import (
     add_logits_,
@@ -223,10 +214,45 @@ def _check_layer(site: Site, layout: HeadLayout, optimizer: Optimizer | None) ->
     """Raise InputError or UnsupportedError for a layer that cannot take a layout."""
     site.check(layout)
     check_plain_weights(site)
-    check_no_hooks(site)
+    _check_no_hooks(site)
     if rows_of(site, "value").parameter.is_meta:
         raise InputError(ON_META)
     check_optimizer(optimizer, [parameter for parameter, _ in site.projections().values()])
+
+
+def _check_no_hooks(site: Site) -> None:
+    """Raise UnsupportedError for hooks on a layer's projections or weights: after an edit they get reordered heads."""
+    # PyTorch has no public list of the hooks of a module or a tensor.
+    owners = []
+    for name, each in site.attention.named_modules():
+        hooks = (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks)
+        if name and each._parameters and any(hooks):
+            owners.append(name)
+    for role, (weight, _) in site.projections().items():
+        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
+            owners.append(f"the {role} weight")
+    if owners:
+        raise UnsupportedError(
+            f"hooks on {owners[0]} of an attention layer would act on other heads after an edit: remove them, and hook "
+            "the layer instead"
+        )
+
+
+def check_plain_weights(site: Site) -> None:
+    """Raise UnsupportedError for projections whose weights are not plain parameters of their modules.
+
+    Rows of quantised and sharded weights cannot be moved. Weights that a forward pass computes (`torch.nn.utils.prune`,
+    `weight_norm`) would return in the old order of heads.
+    """
+    own = {id(parameter) for module in site.attention.modules() for parameter in module._parameters.values()}
+    # By `type`, not isinstance: subclasses of Parameter hold quantised numbers.
+    for role, (weight, _) in site.projections().items():
+        check_unsharded(role, weight)  # first, as its remedy is another one
+        if type(weight) is not nn.Parameter or id(weight) not in own:
+            raise UnsupportedError(
+                f"weights of a layer's {role} must be a parameter of its own, got {type(weight).__name__}: freeze and "
+                "save before weights are quantised, after pruning masks and weight norms are removed"
+            )
 
 
 def _sites_of(model: nn.Module, heads: HeadSet, *kinds: str) -> dict[int, Site]:

@@ -216,7 +216,7 @@ def read_folder(folder: str, device: torch.device) -> ModelPlan:
         length=longest_input(model) or sys.maxsize,
         device=device,
         shape=ModelShape(len(sites), *layers.pop(), vocabulary),
-        own_decoder=adapter.saves_weights,
+        own_decoder=adapter.is_gpt,
         frozen=frozen,
         pruned=adapter.heads("pruned"),
         backend=next((site.frozen.backend for site in sites if site.frozen is not None), None),

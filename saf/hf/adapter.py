@@ -31,8 +31,7 @@ STOCK = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attentio
 class TransformersAdapter(Adapter):
     """The adapter of a causal language model of transformers. Only models of the `FAMILIES` have sites."""
 
-    saves_weights = False
-    fullgraph = False  # transformers' own code may break the graph
+    is_gpt = False
 
     def __init__(self, model: Any):
         self.model, config = model, getattr(model, "config", None)
@@ -45,16 +44,6 @@ class TransformersAdapter(Adapter):
         classes = {type(module).__name__ for module in model.modules()} if editable else set()
         self.family = next((family for family in FAMILIES if family.attention in classes), NO_FAMILY)
         self._attention = [module for module in model.modules() if type(module).__name__ == self.family.attention]
-        for attention in self._attention:
-            for name in self.family.projections.values():
-                cls = type(getattr(attention, name))
-                path = f"{cls.__module__}.{cls.__qualname__}"
-                # `TransformersSite.assign` changes projections without rows to the former class.
-                if cls is not NonDynamicallyQuantizableLinear and path != self.family.projection_class:
-                    raise UnsupportedError(
-                        f"projections must be plain {self.family.projection_class.rpartition('.')[2]}, got {path}: "
-                        "merge adapters (merge_and_unload), load weights unquantised"
-                    )
 
     def check_next_token(self) -> None:
         if type(self.model).__name__.endswith(("Classification", "QuestionAnswering")):
@@ -114,6 +103,16 @@ class TransformersAdapter(Adapter):
                 f"attention must be one of {', '.join(STOCK)}: set_attn_implementation; got {name!r}"
             )
         super().check_attention()
+        for attention in self._attention:
+            for name in self.family.projections.values():
+                cls = type(getattr(attention, name))
+                path = f"{cls.__module__}.{cls.__qualname__}"
+                # `TransformersSite.assign` changes projections without rows to the former class.
+                if cls is not NonDynamicallyQuantizableLinear and path != self.family.projection_class:
+                    raise UnsupportedError(
+                        f"projections must be plain {self.family.projection_class.rpartition('.')[2]}, got {path}: "
+                        "merge adapters (merge_and_unload), load weights unquantised"
+                    )
 
     def set_attention_function(self) -> None:
         """Use `attend` while heads are edited, and the model's original attention function once none is."""

@@ -91,10 +91,8 @@ class Adapter(ABC):
     """The longest input in tokens; None when the model sets no limit."""
     vocab_size: int | None
     """Number of token ids; None where the configuration has no such field."""
-    fullgraph: ClassVar[bool]
-    """Whether the model compiles with `torch.compile(fullgraph=True)`."""
-    saves_weights: ClassVar[bool]
-    """Whether `saf.save` writes the weights; `save_pretrained` saves those of transformers' models."""
+    is_gpt: ClassVar[bool]
+    """Whether it is this project's GPT: `saf.save` writes its weights, and it compiles with `fullgraph=True`."""
 
     @property
     def device(self) -> torch.device:
@@ -265,44 +263,6 @@ def rows_of(site: Site, role: str) -> Rows:
     return rows
 
 
-# --- checks of a layer's weights
-
-
-def check_no_hooks(site: Site) -> None:
-    """Raise UnsupportedError for hooks on a layer's projections or weights: after an edit they get reordered heads."""
-    # PyTorch has no public list of the hooks of a module or a tensor.
-    owners = []
-    for name, each in site.attention.named_modules():
-        hooks = (each._forward_hooks, each._forward_pre_hooks, each._backward_hooks, each._backward_pre_hooks)
-        if name and each._parameters and any(hooks):
-            owners.append(name)
-    for role, (weight, _) in site.projections().items():
-        if weight._backward_hooks or weight._post_accumulate_grad_hooks:
-            owners.append(f"the {role} weight")
-    if owners:
-        raise UnsupportedError(
-            f"hooks on {owners[0]} of an attention layer would act on other heads after an edit: remove them, and hook "
-            "the layer instead"
-        )
-
-
-def check_plain_weights(site: Site) -> None:
-    """Raise UnsupportedError for projections whose weights are not plain parameters of their modules.
-
-    Rows of quantised and sharded weights cannot be moved. Weights that a forward pass computes (`torch.nn.utils.prune`,
-    `weight_norm`) would return in the old order of heads.
-    """
-    own = {id(parameter) for module in site.attention.modules() for parameter in module._parameters.values()}
-    # By `type`, not isinstance: subclasses of Parameter hold quantised numbers.
-    for role, (weight, _) in site.projections().items():
-        check_unsharded(role, weight)  # first, as its remedy is another one
-        if type(weight) is not nn.Parameter or id(weight) not in own:
-            raise UnsupportedError(
-                f"weights of a layer's {role} must be a parameter of its own, got {type(weight).__name__}: freeze and "
-                "save before weights are quantised, after pruning masks and weight norms are removed"
-            )
-
-
 def check_unsharded(role: str, weight: Tensor) -> None:
     """Raise UnsupportedError for a weight that is sharded over processes (fully_shard, tensor parallelism)."""
     if type(weight).__name__ == "DTensor":
@@ -318,8 +278,7 @@ def check_unsharded(role: str, weight: Tensor) -> None:
 class GPTAdapter(Adapter):
     """The adapter of `saf.models.GPT`."""
 
-    saves_weights = True
-    fullgraph = True
+    is_gpt = True
 
     def __init__(self, model: GPT):
         self.model: GPT = model
