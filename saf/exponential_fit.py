@@ -64,8 +64,6 @@ class ExponentialFit:
     """Nats per row further from the target than the compact fit; of the best attempt if none was accepted, and 0 for a
     head that is too sharp for one."""
     cancellation: float  # mean of (sum of the poles' envelopes) / g beyond the band, weighted by attention mass
-    poles: int  # 0 for a compact pattern
-    free_keys: int  # number of keys with a logit of their own
 
 
 _Forms = tuple[ExponentialFit, ExponentialFit | None]
@@ -133,7 +131,7 @@ def fit_exponential_heads(
             if not accepted(fit, max_extra_kl):
                 pending.append(head)
     for head in pending:
-        best[head] = replace(best[head], pattern=compact[head], poles=0, free_keys=compact.length)
+        best[head] = replace(best[head], pattern=compact[head])
     return [best[head] for head in range(len(compact))]
 
 
@@ -159,13 +157,13 @@ def _fit_group(
     if length <= band:  # no distance is left for poles
         none = compact.rho[:, :0]
         same = ExponentialPattern(compact.alpha, compact.rho, none, none, none, none, length)
-        return [(ExponentialFit(same[head], 0.0, 1.0, 0, length), None) for head in range(len(same))]
+        return [(ExponentialFit(one, 0.0, 1.0), None) for one in same.singles()]
     rows, (_, mass) = _row_and_marginal_sums(torch.stack([compact.alpha, compact.rho]))
     # A sharp head, such as one of previous tokens, may have logits 60 nats apart, more than an FFT's 16 digits.
     if (lost := ((rows.log() - compact.log_z).abs() > _LOST).any(-1)).any():
         operands = compact[~lost], eta_abs[~lost], eta_rel[~lost]
         others = iter(_fit_group(*operands, band, num_poles, short) if not lost.all() else ())
-        stay = (ExponentialFit(one, 0.0, 1.0, 0, length) for one in compact.singles())
+        stay = (ExponentialFit(one, 0.0, 1.0) for one in compact.singles())
         return [(fit, None) if out else next(others) for fit, out in zip(stay, lost.tolist(), strict=True)]
     weights = (compact.rho - compact.rho.amax(-1, keepdim=True)).exp()
     poles = _choose_poles(weights[:, band:], mass[:, band:], num_poles, length)
@@ -494,6 +492,6 @@ class _Objective:
         numbers = torch.stack([loss - compact_loss, cancellation], 1).tolist()
         # On the CPU: each of the single patterns checks its values, and would wait for a GPU.
         return [
-            ExponentialFit(single, extra, cancelled, poles.damping.shape[-1], self.keys.count)
-            for single, (extra, cancelled) in zip(pattern.to(device="cpu").singles(), numbers, strict=True)
+            ExponentialFit(single, *each)
+            for single, each in zip(pattern.to(device="cpu").singles(), numbers, strict=True)
         ]

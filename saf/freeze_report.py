@@ -34,8 +34,8 @@ class FittedHead:
     pattern: Pattern | None = None
     fit_kl: float = 0.0  # row-averaged KL from the target to the fit, nats, Eq. (S.7); 0 without a fit
     certificate: dict[str, Any] | None = None  # the fit's `saf.fit.Certificate` in plain values; None without a fit
-    # With exponential storage, the numbers of an `ExponentialFit` (`extra_kl`, `cancellation`, `poles`, `free_keys`)
-    # and the pattern's `kind`, compact where these did not pass; None otherwise.
+    # With exponential storage, `extra_kl` and `cancellation` of an `ExponentialFit` and the pattern's `kind`, compact
+    # where these did not pass; None otherwise.
     exponential: dict[str, Any] | None = None
 
 

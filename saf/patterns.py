@@ -191,10 +191,6 @@ class CompactPattern(_FixedPattern):
     def compact(self) -> "CompactPattern":
         return self
 
-    @classmethod
-    def from_state(cls, tensors: Mapping[str, Tensor]) -> "CompactPattern":
-        return cls.from_parameters(tensors["alpha"], tensors["rho"])
-
     def dense(self) -> Tensor:
         alpha, rho, log_z = self.alpha.double(), self.rho.double(), self.log_z.double()
         # Row i of the reversed, padded rho starts at T-1-i: rho_i .. rho_0, then -inf for later keys.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.errors import InputError, check_keywords, check_name, shown
+from saf.errors import InputError, check_name, shown
 from saf.statistics import AttentionStatistics, required_keywords
 
 Score = Callable[..., Tensor]  # `(statistics, **inputs)` to one number a head, `[L, H]`
@@ -56,8 +56,6 @@ def score(statistics: AttentionStatistics, name: str | Score = "variance", **inp
             inputs.setdefault(key, statistics.by_head(key))
     if missing := [key for key in required if key not in inputs]:
         raise InputError(f"score {label!r} needs {', '.join(missing)}: {_how_to_measure(missing)}")
-    if isinstance(name, str):
-        check_keywords(f"score {name!r}", inputs.keys() - set(required), function)
     values, shape = function(statistics, **inputs), statistics.variance.shape
     # Checked, as a number a layer, [L, 1], would broadcast: every head of a layer would score the same.
     if not isinstance(values, Tensor) or values.shape != shape:

@@ -119,7 +119,6 @@ def test_a_function_is_a_score_and_what_it_reads_is_collected():
         (lambda actual, *, factor: actual.variance, {}, "needs factor"),
         (lambda actual, factor: actual.variance, {}, "must take factor by keyword"),
         ("magic", {}, "score must be one of .*, got 'magic'"),
-        ("variance", {"seed": 1}, "takes no options; got seed"),
         ("gate_taylor", {"gates": GRADIENT[0]}, r"\[2, 3\]; got \[3\]"),
         ("rank_sum", {"gradient": GRADIENT[0]}, r"\[2, 3\]; got \[3\]"),
     ],

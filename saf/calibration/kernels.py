@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from saf.ops.launch import SHARED_MEMORY, cdiv, launch, load_rows, shared_memory
+from saf.ops.launch import SHARED_MEMORY, cdiv, launch, load_rows, padded_channels, shared_memory, strides
 from saf.ops.live import score_scale
+from saf.ops.tensors import unit_stride
 from saf.statistics import FLOOR, LayerStatistics
 
 SCRATCH_BYTES = 1 << 28  # memory for the sums of tiles; a band of row blocks is measured at a time, at least one block
@@ -46,11 +47,11 @@ def measure_by_kernel(
     """
     count, heads, length, dim = query.shape
     config = config or choose_tile_config(dim=dim, dtype=query.dtype, shared=shared_memory(query.device))
-    query, key = (x if x.stride(-1) == 1 else x.contiguous() for x in (query, key))
+    query, key = unit_stride(query), unit_stride(key)
     blocks, ratio = cdiv(length, config.block_m), config.block_m // config.block_k  # R
     kv = torch.tensor(list(kv_head), dtype=torch.int32, device=query.device)
     operands = query, key, kv, query.new_empty(count, heads, length, dtype=torch.float32)
-    sizes = heads, length, score_scale(scale, dim) / math.log(2), *query.stride()[:3], *key.stride()[:3]
+    sizes = heads, length, score_scale(scale, dim) / math.log(2), *strides(query, key)
     options = tile_constants(config, length, dim) | {"num_warps": config.num_warps, "device": query.device}
     launch(lse_kernel, (blocks * count * heads,), *operands, *sizes, **options)
     options |= {"maxnreg": config.max_registers} if config.max_registers else {}
@@ -163,9 +164,8 @@ def choose_tile_config(*, dim: int, dtype: torch.dtype, shared: int = SHARED_MEM
 
 def tile_constants(config: TileConfig, length: int, dim: int) -> dict[str, int | bool | str]:
     """Return the compile-time arguments of both kernels."""
-    padded = max(16, 1 << (dim - 1).bit_length())
-    half = padded // 2
-    rest = max(16, 1 << (dim - half - 1).bit_length()) if dim > half else 0
+    half = (padded := padded_channels(dim)) // 2
+    rest = padded_channels(dim - half) if dim > half else 0
     # 96 channels are 64 and 32, not 128; and 256 at a time would not fit into registers.
     first, second = (half, rest) if dim > 16 and (half + rest < padded or padded > 128) else (padded, 0)
     return {

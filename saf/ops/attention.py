@@ -110,10 +110,7 @@ def attention_parts(
     query: Tensor, key: Tensor, value: Tensor, frozen: FrozenHeads | None, *, left_pad: Tensor | None = None,
     kernel: str = "auto",
 ) -> tuple[Tensor, ...]:  # fmt: skip
-    """Compute `mixed_attention` without joining its heads: nothing is copied.
-
-    Returns live heads and then frozen ones, or all heads in one part, `[B, n, Tq, D]`. Raises as `mixed_attention`.
-    """
+    """Return live and frozen heads of `mixed_attention` before they are joined, or all heads, `[B, n, Tq, D]` each."""
     return _compute(_check_call(query, key, value, frozen, left_pad=left_pad, kernel=kernel))
 
 
@@ -354,15 +351,12 @@ def _check_shapes(query: Tensor, key: Tensor, value: Tensor, live_kv: tuple[int,
 
 
 def _position(value: Tensor, rows: int, left_pad: Tensor | None, cache_position: CachePosition | None) -> CachePosition:
-    """Return where the queries stand: the last `rows` positions without a cache of fixed size.
-
-    `left_pad` moves to the values' device, contiguous, as kernels read it.
-    """
+    """Return where the queries stand: the last `rows` positions without a cache of fixed size."""
     if left_pad is not None:
         check_left_pad(left_pad, value.shape[0], value.shape[2])
         if cache_position is not None:
             raise InputError("cache_position includes padding; leave left_pad out")
-        left_pad = left_pad.to(value.device).contiguous()
+        left_pad = left_pad.to(value.device).contiguous()  # as kernels read it
     if cache_position is None:
         return CachePosition(value.shape[-2] - rows, rows, left_pad)
     return cache_position._replace(count=rows)

@@ -251,18 +251,13 @@ class RecurrentState(NamedTuple):
     With N tiles, row i of chunk c reads u of chunks c - N + 1 to c, and the state h_c of (S.32). The state holds u of
     the last N + 1 chunks in a ring, h_c and h_{c-1}, so that up to C positions can be taken back. A step is the same
     sum as a whole pass and takes the same time wherever it stands.
-
-    Attributes:
-        ring: `[B, F, N + 1, C, D]`, u = exp(alpha) V, chunk c at c modulo N + 1.
-        sums: `[B, F, 2, 2P, D]` float32 (float64 for float64 values), h_c at c modulo 2.
-        value: `[B, H_kv, rows, D]`, the new rows of every value head, in the layer's own order.
     """
 
     # A row reads N chunks and one state. The ring has one chunk more and `sums` one state more, so that rows which are
     # taken back into the chunk before still find what they read.
-    ring: Tensor
-    sums: Tensor
-    value: Tensor
+    ring: Tensor  # `[B, F, N + 1, C, D]`, u = exp(alpha) V, chunk c at c modulo N + 1
+    sums: Tensor  # `[B, F, 2, 2P, D]` float32 (float64 for float64 values), h_c at c modulo 2
+    value: Tensor  # `[B, H_kv, rows, D]`, the new rows of every value head, in the layer's own order
 
     @classmethod
     def empty(cls, value: Tensor, sizes: tuple[int, int, int, int]) -> "RecurrentState":

@@ -207,19 +207,13 @@ class CachePosition(NamedTuple):
 
     In a cache of fixed size `first` is a tensor: only the device knows its value, so that a CUDA graph of one step
     serves the next. Such a cache has no keys behind the last query yet, and its value heads are in the order of
-    `cached_order`. Otherwise `first` is a number.
-
-    Attributes:
-        first: position of the first query: a number, or an integer tensor `[]`.
-        count: number of queries.
-        left_pad: `[B]` first real position of each row of the batch, or None.
-        visible: in a cache of fixed size, which positions each query sees, bool `[B or 1, 1, Tq, T]`; otherwise None.
+    `cached_order`.
     """
 
-    first: int | Tensor
+    first: int | Tensor  # `[]`, integer
     count: int
-    left_pad: Tensor | None
-    visible: Tensor | None = None
+    left_pad: Tensor | None  # `[B]` first real position of each row of the batch
+    visible: Tensor | None = None  # in such a cache, the positions that each query sees, bool `[B or 1, 1, Tq, T]`
 
     @classmethod
     def of(cls, first: Tensor, rows: int, length: int, left_pad: Tensor | None = None) -> "CachePosition":

@@ -27,26 +27,17 @@ WIDE_FROM = 4096
 
 
 class ToeplitzConfig(NamedTuple):
-    """How the product is cut into programs.
+    """How the product is cut into programs."""
 
-    Attributes:
-        block_m: output positions of a program, at most those of a tile.
-        block_n: columns of a program, of B x D.
-        block_k: positions summed over in a step, at most those of a tile.
-        num_warps: warps of a program.
-        num_stages: depth of the software pipeline.
-        descriptors: whether operands are read through the bulk copy engine: Hopper and later, 16 bits, B x D a
-            multiple of 8.
-        slabs: column blocks of a head that are computed before the next ones begin, so that the input they share stays
-            in the second-level cache; 0 for all at once. With 64 sequences that saves 10 to 25% of the product.
-    """
-
-    block_m: int = 128
-    block_n: int = 128
-    block_k: int = 64
+    block_m: int = 128  # output positions of a program, at most those of a tile
+    block_n: int = 128  # columns of a program, of B x D
+    block_k: int = 64  # positions summed over in a step, at most those of a tile
     num_warps: int = 4
-    num_stages: int = 3
+    num_stages: int = 3  # depth of the software pipeline
+    # Whether operands are read through the bulk copy engine: Hopper and later, 16 bits, B x D a multiple of 8.
     descriptors: bool = False
+    # Column blocks of a head that are computed before the next ones begin, so that the input they share stays in the
+    # second-level cache; 0 for all at once. With 64 sequences that saves 10 to 25% of the product.
     slabs: int = 0
 
 
