@@ -1,7 +1,6 @@
 """`freeze_saved` freezes heads of a model on disk: from its files and its data to the files of a new model.
 
-`open_checkpoint_source` opens checkpoints of this project for it; saf/hf/folders.py has that for folders of
-transformers.
+`open_checkpoint_source` opens checkpoints of this project for it, saf/hf/folders.py folders of transformers.
 """
 
 from collections.abc import Callable
@@ -20,8 +19,10 @@ from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
 from saf.healing import Healing
 from saf.heldout import GUARD_SEQUENCES
+from saf.libraries import transformers_part
 from saf.machine import Device, Precision, autocast, pick_device
 from saf.opening import ModelFolder, find_model
+from saf.records.run import is_transformers_model
 from saf.surgery import finalize_
 from saf.tasks.base import Progress
 from saf.tasks.text import heldout_windows
@@ -114,15 +115,14 @@ class FreezingSource:
 
 def freeze_saved(
     settings: CheckpointFreezing,
-    open_source: Callable[[CheckpointFreezing, Callable[[str], Any]], FreezingSource],
     *,
     say: Callable[[str], Any],
     new_progress: Callable[[str, str], Progress],
 ) -> tuple[FreezeReport, str, str]:
     """Freeze heads of a model on disk and write a new one; return the report, the new hash, and the old one.
 
-    `open_source` gets the settings and `say`, which takes lines for people. `new_progress` returns the progress of a
-    part that takes long, from its verb and its items: ("calibrating", "layers").
+    `say` takes lines for people. `new_progress` returns the progress of a part that takes long, from its verb and its
+    items: ("calibrating", "layers").
 
     Raises:
         CheckpointError: The model's files are damaged, or `out` exists.
@@ -131,7 +131,8 @@ def freeze_saved(
     """
     if settings.out.exists():
         raise CheckpointError(f"{settings.out} exists already; remove it, or write to another folder")
-    source = open_source(settings, say)
+    of_transformers = is_transformers_model(settings.checkpoint)
+    source = (transformers_part("freezing") if of_transformers else open_checkpoint_source)(settings, say)
     batches = list(source.calibration.split(settings.batch_size))
     heldout = list(source.heldout.split(settings.batch_size))
     with autocast(pick_device(settings.device), settings.precision):

@@ -9,6 +9,7 @@ from typing import Any
 TRANSFORMERS = {
     "adapter": "saf.hf.adapter:TransformersAdapter",  # of a model in memory: a `saf.models.adapter.Adapter`
     "folder": "saf.hf.folders:TransformersFolder",  # of a model's files: a `saf.opening.ModelFiles`
+    "freezing": "saf.hf.folders:open_folder_source",  # of files whose heads `saf freeze` freezes
 }
 
 

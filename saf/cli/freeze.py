@@ -12,7 +12,7 @@ import tyro
 from saf.cli.output import ProgressBars, print_progress, show
 from saf.cli.parsing import parse
 from saf.errors import LengthWarning
-from saf.freeze_checkpoint import CheckpointFreezing, freeze_saved, open_checkpoint_source
+from saf.freeze_checkpoint import CheckpointFreezing, freeze_saved
 from saf.freeze_config import FreezeConfig
 from saf.records.run import is_transformers_model
 
@@ -50,17 +50,12 @@ class Command(CheckpointFreezing):
     """Print JSON instead of a table."""
 
     def run(self) -> dict[str, Any]:
-        open_source, kind = open_checkpoint_source, "checkpoint"
-        if is_transformers_model(self.checkpoint):
-            from saf.hf.folders import open_folder_source
-
-            open_source, kind = open_folder_source, "model"
         if self.length is not None:  # whoever names a length knows that it is shorter than the model's longest input
             warnings.filterwarnings("ignore", category=LengthWarning)
         with ProgressBars(next_steps=NEXT_STEPS) as bars:
-            report, written, parent = freeze_saved(self, open_source, say=print_progress, new_progress=bars)
+            report, written, parent = freeze_saved(self, say=print_progress, new_progress=bars)
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
-        length = report.statistics.length
+        kind, length = "model" if is_transformers_model(self.checkpoint) else "checkpoint", report.statistics.length
         limit = f", for inputs of up to {length:,} tokens" if self.config.operation == "freeze" else ""
         lines = [f"{kind} written to {self.out}{limit}", f"hash {written}"]
         show(result, report.cost, report.table(), *lines, self._next(kind, length), as_json=self.json)

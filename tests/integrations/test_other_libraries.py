@@ -6,7 +6,7 @@ import torch
 import saf
 from saf.errors import UnsupportedError
 from saf.heads import HeadSet
-from saf.models.adapter import adapter_for
+from saf.models.adapter import adapter_for, language_model
 from tests.integrations.training import opened, trainer
 from tests.transformers_models import freeze, logits, make, tokens
 
@@ -30,6 +30,7 @@ def test_lora_on_attention_is_refused_before_freezing_and_merged_it_is_frozen(fa
     with pytest.raises(UnsupportedError, match=r"peft\.tuners\.lora\.layer\.Linear: merge adapters"):
         saf.freeze_(adapted, [tokens()], CONFIG)
     expected = logits(adapted)
+    assert language_model(adapted).token_log_probs(tokens(), tokens()).isfinite().all(), "measured all the same"
     merged = adapted.merge_and_unload()
     torch.testing.assert_close(logits(merged), expected, rtol=1e-3, atol=1e-3)
     assert len(saf.freeze_(merged, [tokens()], CONFIG).heads) == 3
