@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks import command
 from saf.bench import Update
-from saf.bench.models import is_folder, plan_of
+from saf.bench.models import plan_of
 from saf.bench.protocol import Arm, Point, require
 from saf.bench.record import Session
 from saf.freeze_config import FreezeConfig
@@ -25,7 +25,6 @@ from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
 from saf.machine import Execution, clean_process, wait_for
 from saf.models import GPT
-from saf.opening import find_model
 from saf.surgery import uninstall_
 from saf.train.step import build_optimizer
 
@@ -44,8 +43,7 @@ class Freezing:
     """Time the whole freezing of a share of heads, stage by stage, on random tokens."""
 
     model: str = "124m"
-    """Preset of the model's shape with random weights of some structure, or a folder: a checkpoint, a run, or the
-    output of saf.save."""
+    """Preset of the model's shape; weights are random with some structure."""
     points: tuple[str, ...] = ()
     """Shapes, as context x sequences; by default 4096x32 for 124m, 8192x16 for 1b."""
     rates: tuple[float, ...] = (0.25,)
@@ -68,8 +66,7 @@ def measure(settings: Freezing, *, out: Path | None = None) -> dict[str, Any]:
     texts = settings.points or POINTS.get(settings.model, ())
     require(bool(texts), "points must name context and sequences, such as --points 4096x32")
     execution = Execution.of(settings.device, precision=settings.precision, compile="off")
-    model = find_model(Path(settings.model)).hash if is_folder(settings.model) else None
-    with Session("calibration", asdict(settings), execution, out=out, checkpoints={"model": model}) as session:
+    with Session("calibration", asdict(settings), execution, out=out) as session:
         for point in [Point(int(length), int(size)) for length, size in (text.split("x") for text in texts)]:
             with clean_process():
                 measure_point(session, settings, point)
@@ -78,7 +75,9 @@ def measure(settings: Freezing, *, out: Path | None = None) -> dict[str, Any]:
 
 def measure_point(session: Session, settings: Freezing, point: Point) -> None:
     """Time freezings at every rate."""
-    model, weights = build(settings, point, session.execution.device)
+    plan = plan_of(Update(model=settings.model, seed=settings.seed, device=settings.device), point.length)
+    model = cast(GPT, plan.build(Arm("auto")))
+    structure_(model, torch.Generator().manual_seed(settings.seed))
     # A step gives the optimiser moments: freezing edits them with the weights, and that takes time, too.
     optimizer = build_optimizer(model)
     for parameter in model.parameters():
@@ -90,7 +89,7 @@ def measure_point(session: Session, settings: Freezing, point: Point) -> None:
     ids = torch.randint(model.config.vocab_size, (point.batch_size, point.length), generator=generator)
     batches = list(ids.split(settings.batch_size))
     fields = {"part": "intervention", "model": settings.model, "point": point.to_dict()}
-    fields |= {"precision": session.execution.precision, "weights": weights, "text": "random tokens"}
+    fields |= {"precision": session.execution.precision, "weights": SYNTHETIC, "text": "random tokens"}
 
     for rate in settings.rates:
         with session.attempt(f"{point.name} {100 * rate:g}%"):
@@ -126,19 +125,6 @@ def freeze_once(
 def spread(seconds: Sequence[float]) -> dict[str, Any]:
     """Return median, smallest, largest and all of some times."""
     return {"median": statistics.median(seconds), "min": min(seconds), "max": max(seconds), "all": list(seconds)}
-
-
-def build(settings: Freezing, point: Point, device: torch.device) -> tuple[GPT, str]:
-    """Return a model on `device` that takes the point's length, and a description of its weights."""
-    if is_folder(settings.model):
-        model = cast(GPT, find_model(Path(settings.model)).model(device))
-        longest = model.config.max_length
-        require(longest >= point.length, f"{settings.model} takes {longest} tokens, got points of {point.length}")
-        return model, f"trained: {settings.model}"
-    plan = plan_of(Update(model=settings.model, seed=settings.seed, device=settings.device), point.length)
-    model = cast(GPT, plan.build(Arm("auto")))
-    structure_(model, torch.Generator().manual_seed(settings.seed))
-    return model, SYNTHETIC
 
 
 @torch.no_grad()

@@ -168,11 +168,8 @@ class Experiments:
                 self._show(tables[scale])
             else:
                 print(f"\n{each.numbered_title}: there are no results of it in {self.out / scale}")
-            total = (len(each.rows) if each.metrics else 0) + len(each.measurements)
-            others = [one for one in full if one != scale and counts[one] > min(1, total - 1)]
-            if others:
-                listed = ", ".join(f"{one} ({counts[one]} of {total})" for one in others)
-                print(f"\nOther scales in {self.out}, by rows and measurements that have results: {listed}.")
+            if others := [one for one in full if one != scale]:
+                print(f"\nOther scales in {self.out} with results of it: {', '.join(others)}.")
             elif not full:
                 print("\nCommitted results: --out results --show; more of them, as of speed, are in docs/results.md.")
 
@@ -261,9 +258,6 @@ def main(words: list[str]) -> int:
         return 2
     except BrokenPipeError:  # as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except OSError as error:  # a full disk, a folder without permission: no fault of the program's
-        print_progress(f"error: {error.filename or 'input or output'}: {error.strerror or error}")
         return 1
 
 

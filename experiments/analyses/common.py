@@ -16,10 +16,10 @@ import torch
 import tyro
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from tqdm import trange
 
 from experiments.records import Record
 from saf.calibration import calibrate, heads_at_a_time
-from saf.cli.output import ProgressBars
 from saf.data import TokenData, calibration_windows, sequential_windows
 from saf.errors import InputError
 from saf.heads import Head, HeadSet
@@ -171,11 +171,9 @@ def calibrate_in_groups(
 ) -> Iterator[tuple[HeadSet, AttentionStatistics]]:
     """Yield heads with their statistics, as many at a time as memory allows for the tensors to collect."""
     size = heads_at_a_time(model, collect, sequences=sum(map(len, ids)), length=ids[0].shape[1])
-    with ProgressBars() as bars:
-        for first in range(0, len(heads), size):
-            some = HeadSet(list(heads)[first : first + size])
-            progress = bars(f"calibrating heads {first + 1} to {first + len(some)} of {len(heads)}", "layers")
-            yield some, calibrate(model, ids, collect=collect, heads=some, progress=progress)
+    for first in trange(0, len(heads), size, desc="calibrating heads", mininterval=5):
+        some = HeadSet(list(heads)[first : first + size])
+        yield some, calibrate(model, ids, collect=collect, heads=some)
 
 
 class CostMeter:

@@ -170,15 +170,12 @@ class Storage(Analysis):
         source = find_model(self.model)
         model = source.model(torch.device("cpu"))
         heads = adapter_for(model).heads("frozen")
-        if not len(heads):
-            raise InputError(f"{self.model} has no frozen heads; name a checkpoint after its freezing")
         report = storage_report(model)
         return {
             **self.header(checkpoints={"model": source.hash}),
             "heads": len(heads),
             "layers": len({layer for layer, _ in heads}),
             "bytes": asdict(report),
-            "ratio": report.ratio,
             "reduction": report.dense_by_layer / report.allocated if report.allocated else None,
         }
 

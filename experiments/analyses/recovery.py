@@ -89,8 +89,6 @@ def _curve(settings: Recovery, ordinary: pd.DataFrame, path: Path) -> dict[str, 
     if begin != last:
         both = _metrics(path).merge(ordinary, left_index=True, right_index=True, suffixes=("", "_ordinary"))
         both = both.loc[begin + 1 :]
-        if both.empty:
-            raise InputError(f"{path} shares no update after its event at {begin} with {settings.ordinary}")
         # Both losses must be of the same minibatch.
         if (both["tokens"] != both["tokens_ordinary"]).any():
             raise InputError(f"{path} and {settings.ordinary} differ in tokens at the same update")

@@ -51,11 +51,9 @@ class Stability(Analysis):
     def measure(self) -> dict[str, Any]:
         """Return the record; `expected` is the mean overlap of random sets with as many heads in each layer."""
         paths = {"first": self.first, "second": self.second}
-        selections = [merge_reports(read_events(path)) for path in paths.values()]
-        if None in selections:
-            raise InputError(f"{self.first} and {self.second} must have an event with heads and scores each")
-        one, other = (HeadSet(each["heads"]) for each in selections if each)
-        scores = [matrix(each["scores"]) for each in selections if each]
+        selections: Any = [merge_reports(read_events(path)) for path in paths.values()]
+        one, other = (HeadSet(each["heads"]) for each in selections)
+        scores = [matrix(each["scores"]) for each in selections]
         layers, width = scores[0].shape
         # Within a layer the overlap of random sets is hypergeometric.
         a, b = (np.array([len(heads.in_layer(layer)) for layer in range(layers)]) for heads in (one, other))

@@ -185,8 +185,7 @@ def test_committed_results_are_shown_at_the_scale_that_has_most_of_them(tmp_path
     shown = capsys.readouterr().out
     assert "Controls at matched tokens (Table 12), small-75M-controls" in shown
     assert "Here: 34M parameters, 75M tokens, seed 1337." in shown
-    assert "small-75M-4k (5 of 8)" in shown
-    assert "124m-84M (2 of 8)" in shown
+    assert re.search("Other scales .*: .*small-75M-4k, .*124m-84M", shown)
     assert f"{tmp_path}/small-75M-controls-fixed_token_controls.tex" in shown
     assert (tmp_path / "small-75M-controls-fixed_token_controls.tex").read_text().count("toprule") == 2
     assert main([*words, str(tmp_path / "none")]) == 0
