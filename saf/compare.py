@@ -6,7 +6,7 @@ A pair is compared by perplexity or by accuracy: on questions, on queries of ass
 
 import math
 import warnings
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import wrap
@@ -20,7 +20,7 @@ from saf.machine import untimed_updates
 from saf.paired import delta_of_windows, paired_tasks
 from saf.records.files import read_json, read_lines, write_json
 from saf.records.result import result_header
-from saf.records.run import RecordedRun, heads_in_words
+from saf.records.run import RecordedRun, differing, heads_in_words
 from saf.records.table import Table, byte_size, change_percent, number, seconds, signed
 from saf.tasks.base import PARENT, answers_of_run
 from saf.tasks.mqar import GATE
@@ -161,29 +161,22 @@ def differences(ordinary: RecordedRun, frozen: RecordedRun) -> list[str]:
     one, other = map(facts, pair)
     without = {f"train.{name}" for name in budgets} if matched_in_time else set[str]()
     settings = _setting_differences(*pair, without=without)
-    return [*settings, *_difference_lines(one, other, one), *_parent_difference(*pair)]
+    return [*settings, *_difference_lines(one, other), *_parent_difference(*pair)]
 
 
 def _setting_differences(*pair: RecordedRun, without: Set[str] = frozenset()) -> list[str]:
-    left, right = (_flat({name: run.config.get(name) for name in ("model", "train", "data")}) for run in pair)
+    left, right = ({name: run.config.get(name) for name in ("model", "train", "data")} for run in pair)
     # Files may lie elsewhere: the data's fingerprint, which covers tokenizer and examples, is compared.
-    without = {"data.folder", "data.tokenizer", "data.test", *without}
-    return _difference_lines(left, right, sorted((left.keys() | right.keys()) - without))
+    return _difference_lines(left, right, without={"data.folder", "data.tokenizer", "data.test", *without})
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested settings by names with dots."""
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value}
-    return flat
-
-
-def _difference_lines(ordinary: Mapping[str, Any], frozen: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+def _difference_lines(
+    ordinary: Mapping[str, Any], frozen: Mapping[str, Any], *, without: Set[str] = frozenset()
+) -> list[str]:
     return [
-        f"{name}: {ordinary.get(name)!r} in the ordinary arm, {frozen.get(name)!r} in the frozen arm"
-        for name in names
-        if ordinary.get(name) != frozen.get(name)
+        f"{name}: {one!r} in the ordinary arm, {other!r} in the frozen arm"
+        for name, one, other in differing(ordinary, frozen)
+        if name not in without
     ]
 
 
@@ -327,8 +320,7 @@ def _evaluation_header(
     # A model whose attention is unknown has no counts: nothing can be said of its heads.
     if "heads_by_layer" in frozen and not any(counts[1].values()):
         raise CompareError(f"the model of {folders[1]} has no frozen or pruned heads; name the ordinary model first")
-    shape = ("architecture", "vocab_size", "hidden_size", "heads_by_layer", "head_dim")
-    lines = _difference_lines(ordinary, frozen, shape)
+    lines = _difference_lines(ordinary, frozen, without=set(EDITED))
     checkpoints = [record["provenance"]["checkpoints"] for record in records]
     # The frozen model may come from the ordinary one, or both from one parent.
     own = {value for role, value in checkpoints[0].items() if role.startswith(("model", PARENT))}

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from saf.errors import CompareError, InputError
+from saf.errors import CompareError
 
 RESAMPLES = 10_000
 """Bootstrap draws behind an interval: 250 lie beyond each end of 95%. A round number, not from the paper."""
@@ -76,8 +76,6 @@ def bootstrap_means(values: Tensor, *, block: int = 1, resamples: int = RESAMPLE
 
     With a larger `block` a draw takes that many neighbours; the first follow the last.
     """
-    if resamples < 1:
-        raise InputError(f"resamples must be at least 1, got {resamples}")
     values = values.detach().double().cpu()
     count = values.shape[-1]
     generator = torch.Generator().manual_seed(seed)

@@ -34,12 +34,10 @@ def save(model: nn.Module, folder: str | Path) -> None:
 
     Other models' weights are saved by their own library. A model that `load` opens from the folder has the same outputs
     bit for bit. `saf.json` holds the SHA-256 sums of the tensor files, and of other models' attention weights. Either
-    all files are written or none. Raises InputError for a file, and for the GPT when the folder is a run, a checkpoint
-    or of another origin.
+    all files are written or none. Raises InputError for the GPT when the folder is a run, a checkpoint or of another
+    origin.
     """
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise InputError(f"{folder} is a file; save writes a folder")
     adapter = adapter_for(model)
     # The GPT's config.json would replace a run's or another library's; frozen heads alone may join any files.
     for path in (folder / CONFIG, folder / MANIFEST) if adapter.is_gpt else ():

@@ -542,14 +542,11 @@ def schedule_to_dict(schedule: Schedule) -> dict[str, Any]:
 
 
 def schedule_from_dict(values: dict[str, Any]) -> Schedule:
-    """Build a schedule from `schedule_to_dict`'s form; raise InputError for an unknown schedule or setting.
+    """Build a schedule from `schedule_to_dict`'s form; raise InputError for an unknown one, TypeError for a setting.
 
     >>> schedule_from_dict({"name": "one_time", "at": 100})
     OneTime(at=100)
     """
     settings = dict(values)
     check_name("schedule", name := settings.pop("name", None), SCHEDULES)
-    try:
-        return SCHEDULES[name](**settings)
-    except TypeError as error:
-        raise InputError(f"not the settings of a {name} schedule: {error}") from error
+    return SCHEDULES[name](**settings)

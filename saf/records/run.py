@@ -8,7 +8,7 @@ that it `undoes`. Each freeze has a file of tensors. `saf freeze` writes both in
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import cached_property
@@ -337,6 +337,23 @@ def total_in_words(changed: Mapping[str, int], in_all: Mapping[str, int]) -> str
     (', 3 frozen and 4 pruned in all', '')
     """
     return f", {heads_in_words(in_all)} in all" if sum(in_all.values()) > sum(changed.values()) else ""
+
+
+# --- settings of two runs
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield the name and both values of each entry that differs, nested ones by dotted names.
+
+    >>> list(differing({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}))
+    [('b.c', 2, 3)]
+    """
+    for key in sorted({*one, *other}):
+        left, right = one.get(key), other.get(key)
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            yield from differing(left, right, f"{prefix}{key}.")
+        elif left != right:
+            yield f"{prefix}{key}", left, right
 
 
 # --- what a path on the disk holds

@@ -41,8 +41,6 @@ def write_report(paths: Sequence[Path | str], out: Path | str) -> Path:
 
     Raises InputError for a path that is none of these, CompareError for evaluations that are no pair.
     """
-    if not paths:
-        raise InputError("a report needs at least one run folder")
     first, *others = map(Path, paths)
     if expect(first, Kind.RUN, Kind.TRANSFORMERS) is Kind.TRANSFORMERS:
         run, comparisons, tables = _model(first, others)

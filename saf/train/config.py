@@ -5,7 +5,7 @@ pretraining).
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -17,7 +17,7 @@ from saf.machine import Compile, Device, Execution, Precision, device_name
 from saf.models import PRESETS, GPTConfig, preset
 from saf.ops.live import KERNELS
 from saf.records.files import read_json, to_json
-from saf.records.run import absolute_path
+from saf.records.run import absolute_path, differing
 from saf.schedules import OneTime, Schedule, schedule_from_dict, schedule_to_dict, setting_of_moment
 from saf.tasks import TASKS, FinetuneSettings, FinetuneTask, MQARSettings, MQARTask, Task
 from saf.tasks.multiple_choice import PATHS
@@ -383,20 +383,12 @@ def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
             staying["finetuning"] = {key: value for key, value in staying["finetuning"].items() if key not in PATHS}
         return staying
 
-    if changes := "; ".join(mismatches(fixed(before), fixed(config.to_dict()))):
+    if changes := mismatches(fixed(before), fixed(config.to_dict())):
         raise InputError(
             f"cannot resume with other settings ({changes}). Leave them out, or start another run by --parent"
         )
 
 
-def mismatches(expected: Any, actual: Any, name: str = "") -> Iterator[str]:
-    """Yield "NAME must be VALUE, got VALUE" for all entries that differ, nested ones by dotted names.
-
-    >>> list(mismatches({"a": 1, "b": {"c": 2}}, {"a": 1, "b": {"c": 3}}))
-    ['b.c must be 2, got 3']
-    """
-    if isinstance(expected, dict) and isinstance(actual, dict):
-        for key in sorted({*expected, *actual}):
-            yield from mismatches(expected.get(key), actual.get(key), f"{name}.{key}" if name else key)
-    elif expected != actual:
-        yield f"{name} must be {expected!r}, got {actual!r}"
+def mismatches(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> str:
+    """Return "NAME must be VALUE, got VALUE; ..." for all entries that differ; "" where none does."""
+    return "; ".join(f"{name} must be {one!r}, got {other!r}" for name, one, other in differing(expected, actual))

@@ -326,8 +326,11 @@ class RunLog:
         if self._rated_seconds:
             values["speed/model_flop_utilisation"] = utilisation = self._rated_seconds / seconds
             words.append(f"MFU {utilisation:.1%}")
-        if (remaining := self._remaining_seconds()) is not None:
-            words.append(f"{in_words(remaining)} left")
+        recent, budget = self._run.recent, self._run.config.time_budget_seconds
+        if budget is not None:
+            words.append(f"{in_words(budget - self._run.elapsed.total)} left")
+        elif recent:
+            words.append(f"{in_words(median(recent) * (last - update))} left")
         if self._tensorboard:
             for name, value in values.items():
                 self._tensorboard.add_scalar(name, value, update)
@@ -335,12 +338,6 @@ class RunLog:
             self._bar.update(self._task, completed=update, text="  ".join(words))
         elif update % self._run.config.log_every == 0 or update == last:
             self._console.print(f"update {update}/{last}  " + "  ".join(words))
-
-    def _remaining_seconds(self) -> float | None:
-        run = self._run
-        if (budget := run.config.time_budget_seconds) is not None:
-            return budget - run.elapsed.total
-        return median(run.recent) * (run.last_update - run.update) if run.recent else None
 
     def evaluated(self, loss: float, when: str) -> None:
         """Record one loss on the controller partition."""

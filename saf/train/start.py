@@ -142,8 +142,8 @@ def _check_settings(config: TrainConfig, execution: Execution, task: Task) -> No
     # Ranks that differ would train one model by several settings, or wait for each other forever.
     first, *others = all_gather({**config.to_dict(), "data's fingerprint": task.fingerprint})
     for rank, settings in enumerate(others, 1):
-        if differing := "; ".join(mismatches(first, settings)):
-            raise InputError(f"process {rank} must have the settings and data of the first one: {differing}")
+        if different := mismatches(first, settings):
+            raise InputError(f"process {rank} must have the settings and data of the first one: {different}")
     freeze = config.freeze
     task.check(calibrates=freeze is not None, scores_outputs=freeze is not None and "outputs" in freeze.needs)
     if freeze is not None and config.schedule is not None:
@@ -205,8 +205,8 @@ def _open_origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task
     checkpoint = open_checkpoint(path)
     # The tables of rotary positions follow from the length, so training may go on with longer or shorter sequences.
     same = checkpoint.shape if shape.position == "learned" else replace(checkpoint.shape, max_length=shape.max_length)
-    if differing := "; ".join(mismatches(shape.to_dict(), same.to_dict())):
-        raise CheckpointError(f"{checkpoint.path} must hold the settings' model and vocabulary: {differing}")
+    if different := mismatches(shape.to_dict(), same.to_dict()):
+        raise CheckpointError(f"{checkpoint.path} must hold the settings' model and vocabulary: {different}")
     if own is None:
         parent = _parent_entry(config, checkpoint)
         if config.fresh:
