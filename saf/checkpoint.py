@@ -66,17 +66,13 @@ def save_checkpoint(
 
     Every rank calls this, and rank 0 writes. `add_files` is called with the folder, to write further files into it.
 
-    Raises:
-        CheckpointError: The folder exists.
-        OSError: The disk or a quota is full; earlier checkpoints are untouched.
+    Raises OSError where the folder exists, or the disk or a quota is full; earlier checkpoints are untouched.
     """
     groups, moments = groups_and_moments(optimizer, model)
     # Before the work of rank 0: gathering sharded tensors takes every rank.
     tensors = {"model": _on_cpu(model.state_dict()), "optimizer": _on_cpu(moments)}
 
     def write() -> str:
-        if path.exists():
-            raise CheckpointError(f"{path} exists already; remove it, or write to another folder")
         with new_folder(path) as folder:
             heads, patterns = description_of(adapter_for(model))
             tensors["saf"] = _on_cpu(patterns)

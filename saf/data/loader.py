@@ -188,8 +188,6 @@ def calibration_windows(data: TokenData, *, length: int, count: int, seed: int, 
     """
     source = data.calibration_source if source is None else source
     check_name("source of calibration windows", source, ("calibration", "train"))
-    if length < 1 or count < 1:
-        raise InputError(f"length and count must be at least 1, got {length} and {count}")
     tokens = data.tokens(source)
     if (windows := len(tokens) // length) < count:
         few = f"the {source} partition has {windows} of its {len(tokens):,} tokens"

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from saf.calibration import plan_calibration
 from saf.distributed import all_ranks_or_raise, on_rank0
-from saf.errors import InputError
 from saf.freeze_config import FreezeConfig
 from saf.freeze_report import FreezeReport
 from saf.freezing import freeze_
@@ -145,10 +144,7 @@ def _settings_of(event: Freeze, freeze: FreezeConfig) -> FreezeConfig:
 def _undo(training: Training, event: Undo) -> Change:
     """Make the heads of an earlier event live again, with the rows and moments that they had then."""
     recorded = on_rank0(lambda: training.events)  # other machines may see the file later
-    undoable = {record.number: record for record in recorded if record.kind != Undo.kind}
-    if event.event not in undoable:
-        raise InputError(f"an event to undo must be one of {sorted(undoable)}, got {event.event}")
-    record = undoable[event.event]
+    record = next(each for each in recorded if each.number == event.event)
     heads, timer = HeadSet(record.heads), Stopwatch(training.execution.device)
     with timer("uninstall"):
         uninstall_(training.model, heads, optimizer=training.updater.optimizer)

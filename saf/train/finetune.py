@@ -56,12 +56,11 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
 
 
 def _updates_of_epochs(config: TrainConfig, *epochs: int) -> list[int]:
-    """Return the updates of each number of epochs of a run's examples; InputError for a task without examples."""
+    """Return the updates of each number of epochs of a run's examples."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SafWarning)  # the run itself warns of its examples
         task = TASKS[config.task](config, length=context_length(config))
-    if not isinstance(task, FinetuneTask):
-        raise InputError(f"task {config.task!r} has no epochs; give the number of updates")
+    assert isinstance(task, FinetuneTask), f"the task {config.task} has no epochs"
     return [task.updates_of(each) for each in epochs]
 
 

@@ -145,8 +145,7 @@ def test_calibration_that_is_refused(prepared, from_train):
     draw = partial(calibration_windows, TokenData.open(prepared), seed=0)
     with pytest.raises(DataError, match="needs 99 windows of length 100, the calibration part"):
         draw(count=99, length=100)
-    for settings, words in (({"source": "report"}, "one of calibration, train"), ({"count": 0}, "at least 1")):
-        with pytest.raises(InputError, match=words):
-            draw(**{"count": 1, "length": 8, **settings})
+    with pytest.raises(InputError, match="one of calibration, train"):
+        draw(count=1, length=8, source="report")
     with pytest.raises(DataError, match=r'its calibration partition is empty.*source="train"'):
         calibration_windows(from_train, length=8, count=1, seed=0, source="calibration")
