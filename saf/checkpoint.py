@@ -166,7 +166,6 @@ class Checkpoint:
         return optimizer
 
     def tensors(self, name: str, device: torch.device | str = "cpu") -> dict[str, Tensor]:
-        """Return the "model" or "optimizer" tensors."""
         return read_tensors(self.path / f"{name}.safetensors", device=device, error=CheckpointError)
 
 

@@ -377,7 +377,6 @@ def _mean_change(record: Record) -> str:
 
 
 def _points(change: Record) -> str:
-    """Show a change of accuracy in points, with its interval."""
     text, low, high = (signed(100 * share, 2, "") for share in (change["difference"], *change["ci95"]))
     return f"{text} ({low} to {high})"
 

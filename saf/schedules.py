@@ -87,7 +87,6 @@ class Proposer(ABC):
         """Take the outcome of an event."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return settings and state as JSON values."""
         return asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -444,7 +443,6 @@ class TrainLossProposer(Proposer):
                 self._follow(*self.step)
 
     def _add(self, loss: float) -> None:
-        """Add a loss to the averages."""
         if not self.count:
             self.last = self.fast = self.slow = loss
         change = loss - self.last + self.descent

@@ -165,7 +165,6 @@ def _check_target(out: Path, *, overwrite: bool) -> None:
 
 
 def _prepare(folder: Path, groups: dict[str, list[Source]], config: PrepareConfig, bar: Any) -> None:
-    """Write the files of a data folder."""
     # Loaded before the text is read: a wrong name should not be found after hours of reading.
     tokenizer = None if config.tokenizer == "bpe" else Tokenizer.named(config.tokenizer)
     bar.add_task("reading", total=None)
@@ -266,7 +265,6 @@ class Corpus:
                         return
 
     def texts(self, numbers: Iterable[int]) -> Iterator[str]:
-        """Yield the text of documents by their numbers."""
         return (piece.decode() for piece in _pieces(self.file, self.sizes, numbers))
 
 

@@ -95,7 +95,6 @@ class Source:
 
 
 def _texts(records: Records, source: str, field: str) -> Iterator[str]:
-    """Yield the text of each record."""
     for place, record in records:
         if field not in record:
             fields = ", ".join(sorted(map(str, record))) or "none"

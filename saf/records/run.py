@@ -410,7 +410,6 @@ def kind_of(path: Path | str) -> Kind | None:
 
 
 def _transformers_config(folder: Path) -> dict[str, Any] | None:
-    """Return a folder's config.json if it is one of transformers."""
     try:
         config = json.loads((folder / "config.json").read_bytes())
     except (OSError, ValueError):

@@ -172,7 +172,6 @@ def _missing(record: Record) -> Iterator[str]:
 
 
 def _subject(row: Record) -> str:
-    """Return what a row is about: a model, or a part of a layer."""
     if row.get("alone"):
         return "1 head alone" if row["alone"] == 1 else f"{row['alone']} heads alone"
     return f"whole {row['part']}" if "part" in row else row["model"]

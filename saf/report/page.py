@@ -175,7 +175,6 @@ def _losses(event: EventRecord) -> str | None:
 
 
 def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequence[ArmComparison]) -> Iterator[Table]:
-    """Yield the table of arms, of their events where a run had several, and of answers to tasks."""
     named = list(zip(runs, names, strict=True))
     yield arms_table(runs, names, comparisons)
     if any(len(run.events) > 1 for run in runs):

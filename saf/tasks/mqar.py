@@ -122,7 +122,6 @@ class MQARSettings:
         return torch.from_numpy(inputs), torch.from_numpy(targets)
 
     def _write(self, inputs: np.ndarray, targets: np.ndarray, pairs: int, draw: np.random.Generator) -> None:
-        """Fill a row of inputs and targets with an example."""
         # Checkpoints resume by the number of an example: another order of these draws would change their data.
         length, half, context = len(inputs), self.vocabulary // 2, 2 * pairs
         keys = 1 + draw.choice(half - 1, size=pairs, replace=False)  # 0 is no key: it may fill the other places

@@ -143,7 +143,6 @@ class TrainConfig:
     """Keep the running average of Q/K gradients, so that runs that continue from this one can use gradient scores."""
 
     def __post_init__(self):
-        """Raise InputError naming the first field that cannot be used."""
         choices: dict[str, Iterable[str]] = {"task": TASKS, "model": PRESETS, "kernel": ("auto", *KERNELS)}
         for name, kind in get_type_hints(TrainConfig).items():
             if get_origin(kind) is Literal:

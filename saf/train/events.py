@@ -100,7 +100,6 @@ def apply_due_events_(training: Training, *, guard: list[Tensor] | None = None) 
 
 
 def _freeze(training: Training, event: Freeze, guard: list[Tensor] | None) -> Change:
-    """Freeze or prune the event's share of heads by the recipe that the settings describe."""
     freeze, schedule = training.config.freeze, training.config.schedule
     batches = training.task.calibration()
     inputs = {"gradient": training.updater.gradient} if training.updater.gradient else {}

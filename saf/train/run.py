@@ -3,7 +3,6 @@
 loop.py calls all of this; read it first.
 """
 
-import hashlib
 import math
 import time
 import warnings
@@ -22,7 +21,7 @@ from saf.heads import EDITED
 from saf.machine import Execution, device_name, rated_flops, untimed_updates
 from saf.models import GPT
 from saf.models.adapter import adapter_for
-from saf.records.files import append_line, file_hash, fsync, read_json, read_lines, write_json
+from saf.records.files import append_line, fsync, read_json, read_lines, write_json
 from saf.records.result import result_header
 from saf.records.run import MANIFEST, EventRecord, append_event, arm_of, heads_edited_by, read_events
 from saf.records.table import plain
@@ -173,7 +172,6 @@ class Run:
         append_line(self.folder / "clock.jsonl", line)
 
     def report_path(self, update: int) -> Path:
-        """Return the file of the report on the model after an update that is not the last one."""
         return self.folder / "reports" / f"update-{update}" / "report.json"
 
     # --- events, as `Training` in events.py describes them
@@ -283,7 +281,6 @@ class RunLog:
     """
 
     def __init__(self, run: Run):
-        """Go on with the logs in the run's folder."""
         from rich.console import Console
         from rich.progress import BarColumn, TextColumn
         from rich.progress import Progress as Bar
@@ -309,7 +306,6 @@ class RunLog:
             self._tensorboard = SummaryWriter(str(run.folder / "tensorboard"), purge_step=run.update + 1)
 
     def updated(self, result: UpdateResult, learning_rate: float) -> None:
-        """Record the newest update, a line of metrics.jsonl, and show it."""
         update, last, seconds = self._run.update, self._run.last_update, result.seconds
         line = {
             "update": update,
@@ -340,7 +336,6 @@ class RunLog:
             self._console.print(f"update {update}/{last}  " + "  ".join(words))
 
     def evaluated(self, loss: float, when: str) -> None:
-        """Record one loss on the controller partition."""
         update = self._run.update
         line = {"update": update, "partition": "controller", "loss": loss, "when": when}
         append_line(self._evaluations, line, wait=False)
@@ -349,7 +344,6 @@ class RunLog:
         self.say(f"controller loss {loss:.4f} ({when.replace('_', ' ')})")
 
     def say(self, text: str) -> None:
-        """Show a line about this moment of the run."""
         self._console.print(plain(f"update {self._run.update}: {text}"))
 
     def flush(self) -> None:
@@ -382,17 +376,12 @@ def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any
     settings, device = config.to_dict(), device_name(run.execution.device)
     header = result_header("run", settings, device=device, checkpoints=checkpoints, data=data)
     frozen, pruned = (adapter_for(run.model).heads(kind).to_list() for kind in EDITED)
-    header["provenance"] |= {
-        "patterns_hash": _patterns_hash(events),
-        "heads": frozen,
-        "pruned": pruned,
-        "seed": config.seed,
-    }
+    header["provenance"] |= {"heads": frozen, "pruned": pruned, "seed": config.seed}
     last = [line["loss"] for line in metrics[-max(1, min(100, config.updates // 20)) :]]
-    paths = {update: run.report_path(update) for update in config.report_at}
-    reports = {update: read_json(path) if path.is_file() else None for update, path in paths.items()}
-    reports |= {run.update: report} if run.update in paths else {}
-    missing = list(_missing(run, events, reports))
+    paths = {update: run.report_path(update) for update in sorted(config.report_at)}
+    reports = {str(update): read_json(path) for update, path in paths.items() if path.is_file()}
+    reports |= {str(run.update): report} if run.update in paths else {}
+    missing = list(_missing(run, events))
     for difference in missing:
         warnings.warn(difference, SafWarning, stacklevel=4)
     result = {
@@ -403,7 +392,7 @@ def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any
         "trainable_pattern_parameters": sum(logits.numel() for logits in pattern_parameters(run.model)),
         "train_loss": fmean(last) if last else None,
         **report,
-        "reports": {str(update): reports[update] for update in sorted(reports) if reports[update] is not None},
+        "reports": reports,
         "update_seconds": _update_seconds(metrics, run.timed_from),
         "peak_memory_bytes": run.peak_memory,
         "time": run.elapsed.record(),
@@ -415,8 +404,7 @@ def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any
     return result
 
 
-def _missing(run: Run, events: list[EventRecord], reports: dict[int, Any]) -> Iterator[str]:
-    """Yield a sentence for each setting that the run did not keep: its time budget, its events, its reports."""
+def _missing(run: Run, events: list[EventRecord]) -> Iterator[str]:
     budget, used = run.config.time_budget_seconds or math.inf, run.elapsed.total
     if used > 1.001 * budget:  # updates of the same work differ by a thousandth
         yield f"time: the budget was {budget:.2f} s, and the run used {used:.2f} s"
@@ -427,7 +415,6 @@ def _missing(run: Run, events: list[EventRecord], reports: dict[int, Any]) -> It
     # Where the loss decides when events come, there is no `freeze_update`, and no event is due.
     if run.proposer and not run.proposer.finished and run.config.freeze_update is not None:
         yield f"events: the run ended after update {run.update}, before all events of its schedule"
-    yield from (f"reports: none after update {update}" for update, each in reports.items() if each is None)
 
 
 def _update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:
@@ -459,11 +446,3 @@ def _intervention(events: list[EventRecord]) -> dict[str, Any]:
         "loss_after": around[-1][1],
         "loss_rise": math.fsum(rises) if len(rises) == len(events) else None,
     }
-
-
-def _patterns_hash(events: list[EventRecord]) -> str | None:
-    """Return the SHA-256 of the tensors of the freezes that were not undone: of one file, or of the files' hashes."""
-    hashes = [file_hash(event.tensors_path) for event in events if event.undone_by is None and event.tensors_path]
-    if len(hashes) > 1:
-        return hashlib.sha256("".join(hashes).encode()).hexdigest()
-    return hashes[0] if hashes else None

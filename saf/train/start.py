@@ -127,7 +127,6 @@ def _lock_(folder: Path, locks: ExitStack) -> None:
 
 
 def _check_folder(folder: Path, config: TrainConfig, *, resume: bool) -> None:
-    """Raise InputError unless the folder is new, or holds the run to resume with the same settings."""
     holds_run = (folder / "config.json").exists()
     if resume and not holds_run:
         raise InputError(f"{folder} holds no run to resume; check the folder, or train a new run")
@@ -197,7 +196,6 @@ class Origin:
 
 
 def _open_origin(config: TrainConfig, folder: Path, shape: GPTConfig, task: Task, *, resume: bool) -> Origin:
-    """Open the checkpoint that training goes on from, if there is one."""
     own = on_rank0(lambda: latest(folder / "checkpoints")) if resume else None
     parent = read_run_config(folder)["parent"] if own is not None else None
     if (path := own or config.parent) is None:
@@ -364,7 +362,6 @@ def _check_length(config: TrainConfig, task: Task, model: GPT) -> None:
 
 
 def _check_shards(config: TrainConfig, parallel: Parallel, model: GPT, gradient: QKGradient | None) -> None:
-    """Raise UnsupportedError where a sharded model would need gradients that are whole on every rank."""
     if parallel.kind == Shards.kind and (gradient is not None or _trains_patterns(config, model)):
         unsupported = "fsdp takes neither trained patterns nor averages of Q/K gradients"
         raise UnsupportedError(f"{unsupported}; take parallel='ddp'")

@@ -441,7 +441,6 @@ class Shards(Parallel):
                 self._optimizer.state[parameter] = {name: whole_tensor(value).clone() for name, value in state.items()}
 
     def _free_(self) -> None:
-        """Free the original weights and moments."""
         self._optimizer.state.clear()
         for parameter, _ in self._pairs():
             parameter.data = parameter.data.new_full((), torch.nan).expand(parameter.shape)
