@@ -78,8 +78,6 @@ def fit_exponential(eta_abs: Tensor, eta_rel: Tensor, *, band: int = 128, pairs:
     `saf.fit_kl(pattern.to_compact(), ...)` measures it. Raises InputError for marginals that no causal pattern has, and
     for a head too sharp for an FFT.
     """
-    if band < 1 or pairs < len(_DECAYS):
-        raise InputError(f"band must be at least 1 and pairs at least {len(_DECAYS)}, got {band} and {pairs}")
     eta_abs, eta_rel = consistent_targets(eta_abs, eta_rel)
     shape, length = eta_abs.shape, eta_abs.shape[-1]
     targets = eta_abs.reshape(-1, length), eta_rel.reshape(-1, length)
@@ -109,8 +107,6 @@ def fit_exponential_heads(
     as does a head too sharp for an FFT. The short form of alpha is taken if it costs at most `max_short_kl` nats more
     and stays within both limits; with None it is not tried, and every key has its own logit.
     """
-    if band < 1:
-        raise InputError(f"band must be at least 1, got {band}")
 
     def accepted(fit: ExponentialFit, max_kl: float) -> bool:
         return fit.extra_kl <= max_kl and fit.cancellation <= max_cancellation
@@ -139,6 +135,8 @@ def _fit(
     compact: CompactPattern, eta_abs: Tensor, eta_rel: Tensor, *, band: int, num_poles: int, short: bool
 ) -> list[_Forms]:
     """Fit heads in the full form and, with `short`, in the short form too."""
+    if band < 1 or num_poles < len(_DECAYS):
+        raise InputError(f"band must be at least 1 and pairs at least {len(_DECAYS)}, got {band} and {num_poles}")
     # The largest arrays have 2P amplitudes by T, and a spectrum of 8T / 2 complex points for each damping of the grid.
     largest = compact.length * max(2 * num_poles, 8 * len(_DAMPINGS))
     count = max(1, _MAX_ELEMENTS[eta_abs.device.type] // largest)

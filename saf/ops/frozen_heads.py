@@ -51,10 +51,6 @@ class FrozenHeads(nn.Module):
     def __init__(self, patterns: list[Pattern], backend: str, max_length: int, kv_head: tuple[int, ...] | None):
         super().__init__()
         self.trainable = tuple(slot for slot, one in enumerate(patterns) if one.trainable)
-        # Trainable patterns are child modules, so that their parameters are the model's.
-        for slot, one in enumerate(patterns):
-            if is_trainable(one):
-                self.add_module(f"pattern_{slot}", one)
         # Fixed ones stay on the CPU in their own precision: tables of another dtype are computed from them, never cast.
         self.patterns = [one if one.trainable else one.to(device="cpu") for one in patterns]
         self.num_frozen = len(patterns)
@@ -62,8 +58,10 @@ class FrozenHeads(nn.Module):
         self.replayed = False
         self.groups: dict[str, tuple[int, ...]] = {}
         for slot, one in enumerate(patterns):
-            name = "toeplitz" if backend == "linear" and one.kind != "exponential" else backend
-            if not one.trainable:
+            if is_trainable(one):  # a child module, so that its parameters are the model's
+                self.add_module(f"pattern_{slot}", one)
+            else:
+                name = "toeplitz" if backend == "linear" and one.kind != "exponential" else backend
                 self.groups[name] = (*self.groups.get(name, ()), slot)
         self.dtypes: tuple[torch.dtype, ...] = ()
         # A backend's tables for one dtype, by (dtype, backend). A tensor is a buffer, and its entry that buffer's name;

@@ -215,10 +215,7 @@ def _save_tables(ctx, inputs, output) -> None:
 
 
 def value_gradient(ctx, gradient: Tensor):
-    """Return dV = P^T dO (section 3.3 of the paper).
-
-    P = diag(1/Z) G diag(e^alpha), so P^T = diag(e^alpha) G^T diag(1/Z): time reversed, the scalings exchanged (S.15).
-    """
+    """Return dV = P^T dO (section 3.3 of the paper): time reversed, the scalings exchanged (S.15)."""
     before, after, left_pad, *tables = ctx.saved_tensors
     # With padding both scalings count from a sequence's first real position in either direction: values stay in place.
     result = linear_product(gradient, tables, after, before, left_pad, not ctx.transpose)

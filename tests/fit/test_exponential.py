@@ -104,10 +104,10 @@ def test_a_head_too_sharp_for_an_fft_stays_compact_beside_one_that_is_fitted():
 
 
 def test_wrong_settings_are_refused():
-    ones = torch.ones(5)
+    eta = torch.tensor([1.5, 0.5])
     for options in ({"band": 0}, {"pairs": 1}):
         with pytest.raises(InputError, match="at least"):
-            fit_exponential(ones, ones, **options)
+            fit_exponential(eta, eta, **options)
 
 
 # --- patterns by their definition
