@@ -14,20 +14,13 @@ from saf.calibration import latter_half
 from saf.heads import HeadSet
 from saf.patterns import CompactPattern
 from saf.surgery import install_
-from tests.calibration.oracle import queries_and_keys
+from tests.calibration.oracle import causal_patterns, queries_and_keys
 
 
 def dense(generator, heads=2, length=7):
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     logits = 2 * torch.randn(heads, length, length, generator=generator, dtype=torch.float64)
     return logits.masked_fill(future, -torch.inf).softmax(-1)
-
-
-def patterns_of(model, ids):
-    """Patterns `[B, H, T, T]` of each layer, written out densely."""
-    future = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).triu(1)
-    scores = [query @ key.mT / query.shape[-1] ** 0.5 for query, key in queries_and_keys(model, ids)]
-    return [each.masked_fill(future, -torch.inf).softmax(-1) for each in scores]
 
 
 def test_distances_entry_by_entry(generator):
@@ -58,7 +51,7 @@ def test_distances_from_the_measured_mean(model, ids):
     heads = HeadSet([(0, 3), (1, 0), (2, 2)])
     found = distances_from_mean(model, [ids], heads, ["mean", "sharp_mean", "dirichlet"])
     assert all(values.abs().max() < 1e-6 for values in found["mean"].values())
-    patterns = patterns_of(model, ids)
+    patterns = [causal_patterns(*layer) for layer in queries_and_keys(model, ids)]
     for number, (layer, head) in enumerate(heads):
         each = patterns[layer][:, head]
         # The logits' row constants cancel in the softmax of their mean.
@@ -70,7 +63,7 @@ def test_distances_from_the_measured_mean(model, ids):
 
 def test_profiles_are_those_of_the_patterns(model, ids):
     found = attention_profiles(model, ids.split(2), recent=5)
-    patterns = patterns_of(model, ids)
+    patterns = [causal_patterns(*layer) for layer in queries_and_keys(model, ids)]
     rows = latter_half(24)
     for layer, pattern in enumerate(patterns):
         for head in range(4):

@@ -33,6 +33,13 @@ def queries_and_keys(model: GPT, ids: Tensor) -> list[tuple[Tensor, Tensor]]:
     return [(each["q"], each["k"]) for each in layer_inputs(model, ids)]
 
 
+def causal_patterns(query: Tensor, key: Tensor) -> Tensor:
+    """Return `[N, heads, T, T]`."""
+    length, dim = query.shape[-2:]
+    future = torch.ones(length, length, dtype=torch.bool).triu(1)
+    return (query @ key.mT / dim**0.5).masked_fill(future, -torch.inf).softmax(-1)
+
+
 def dense_statistics(
     query: Tensor, key: Tensor, *, kv_head: Sequence[int], lengths: Sequence[int] | None = None
 ) -> LayerStatistics:

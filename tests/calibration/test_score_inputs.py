@@ -11,7 +11,7 @@ from saf.heads import HeadLayout, HeadSet
 from saf.models import GPT
 from saf.models.adapter import adapter_for
 from saf.patterns import CompactPattern
-from tests.calibration.oracle import layer_inputs
+from tests.calibration.oracle import causal_patterns, layer_inputs
 from tests.uneven import heldout, ids, model
 
 __all__ = ["heldout", "ids", "model"]
@@ -159,12 +159,6 @@ def test_targets_and_sequences_without_a_loss_are_refused(model, ids):
 
 
 # --- outputs
-
-
-def causal_patterns(query, key):
-    length, dim = query.shape[-2:]
-    future = torch.ones(length, length, dtype=torch.bool).triu(1)
-    return (query @ key.mT / dim**0.5).masked_fill(future, -torch.inf).softmax(-1)
 
 
 def layer_scores(block, before, seen, rows):

@@ -11,7 +11,6 @@ from scipy.stats import ttest_1samp
 import saf
 from saf.errors import InputError, LossError, SafWarning
 from saf.heldout import heldout_loss
-from saf.records.table import signed
 from tests import transformers_models
 from tests.freezing.small_model import fluent, loss, tokens
 from tests.surgery.trained_model import assert_equal, snapshot
@@ -67,8 +66,6 @@ def test_an_accepted_rise_and_a_harmless_event_are_reported_with_their_losses(te
         mean, within = statistics.fmean(rises), ttest_1samp(rises, 0).confidence_interval(0.95)
         low, high = map(math.log1p, report.loss.interval)
         assert (report.loss.rise, low, high) == pytest.approx((math.expm1(mean), *within), rel=1e-2, abs=1e-4)
-        assert f"to {signed(100 * report.loss.interval[1])}) on {text[:, 1:].numel()} held-out tokens" in report.cost
-        assert f"{report.loss.before:.4f} nats before, {report.loss.after:.4f} after" in " ".join(str(report).split())
     assert report.loss.rise == pytest.approx(math.expm1(report.loss.after - report.loss.before))
     assert report.loss.rise < 0.05
 

@@ -6,10 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from saf.log_sums import log_causal_convolution, log_column_sums, log_diagonal_sums, log_row_sums
-
-
-def normal(*shape, scale=1.0, seed=0):
-    return scale * torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+from tests.patterns.test_patterns import normal
 
 
 def all_terms(log_row, alpha, rho):
