@@ -23,7 +23,7 @@ SCHEMA = "saf.freezing.recipe/1"
 # Values of a report that a model's configuration keeps: people read config.json, so scores of all heads stay out.
 _IN_MODEL_CONFIG = (
     *("heads", "requested", "score_name", "fit_kl", "num_sequences", "length", "sequences_hash"),
-    *("loss_before", "loss_after", "loss_text", "worst_layer"),
+    *("loss_before", "loss_after", "loss_tokens", "loss_sequences", "loss_error", "loss_text", "worst_layer"),
 )
 
 
@@ -130,12 +130,9 @@ class FreezeReport:
 
     def model_config_entries(self) -> dict[str, Any]:
         """Return what a model's configuration keeps: the heads, how they were chosen, and their cost."""
-        values = self.to_dict()
-        entries = {"kind": self.kind, "pattern": self.config["pattern"], "named": self.config["heads"] is not None}
-        entries |= {name: value for name, value in values.items() if name in _IN_MODEL_CONFIG}
-        if words := budget_words(values):
-            entries["budget_note"] = words
-        return entries
+        entries = {name: value for name, value in self.to_dict().items() if name in _IN_MODEL_CONFIG}
+        settings = {name: self.config[name] for name in ("pattern", "budget")}
+        return {"kind": self.kind, "named": self.config["heads"] is not None, **settings, **entries}
 
     def tensors(self) -> dict[str, Tensor]:
         """Return marginals `[L, H, T]`, statistics `[L, H]` and, of fitted patterns, their logits `[F, T]`.
@@ -228,9 +225,7 @@ def cost_words(event: Mapping[str, Any]) -> str:
         return "not measured: there is no held-out text"
     ends = [signed(100 * end) for end in loss.interval or ()]
     interval = f" (95% interval {' to '.join(ends)})" if ends else ""
-    tokens = event.get("loss_tokens")  # a model's configuration does not keep their number
-    count = "" if tokens is None else f"{tokens:,} "
-    text = f"{count}{event.get('loss_text', 'held-out')} tokens"
+    text = f"{loss.tokens:,} {event.get('loss_text', 'held-out')} tokens" if loss.tokens else "held-out text"
     losses = f"{loss.before:.4f} nats before, {loss.after:.4f} after"
     worst = f"; {worst_layer_words(event['worst_layer'])}" if event.get("worst_layer") else ""
     return f"perplexity {signed(100 * loss.rise)}{interval} on {text} ({losses}){budget_words(event)}{worst}"
@@ -258,9 +253,7 @@ def current_events(events: Sequence[Mapping[str, Any]], edited: HeadSet) -> list
 
 def budget_words(event: Mapping[str, Any]) -> str:
     """Return a clause if the interval of an event's cost ends above its budget, else nothing."""
-    if note := event.get("budget_note"):  # of a model's configuration, which keeps neither budget nor interval
-        return note
-    budget, loss = event.get("config", {}).get("budget"), loss_of(event)
+    budget, loss = event.get("config", event).get("budget"), loss_of(event)
     if budget is None or loss is None or loss.interval is None:
         return ""
     if round(loss.interval[1], 4) <= budget:  # as `cost_words` shows it: "+1.00%" is not above 1%

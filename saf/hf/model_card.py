@@ -9,16 +9,14 @@ from statistics import median
 from typing import Any
 
 from saf.errors import InputError
-from saf.freeze_report import current_events, healing_words, worst_layer_words
+from saf.freeze_report import cost_words, current_events, healing_words, loss_of
 from saf.frozen_state import IMPORT_LINE
 from saf.heads import EDITED
-from saf.heldout import perplexity_rise
 from saf.hf.attention import config_entry
 from saf.hf.families import CAUSAL
 from saf.models.adapter import Adapter
 from saf.records.files import write_atomically
 from saf.records.run import heads_in_words
-from saf.records.table import signed
 
 CARD = "README.md"
 _BEGIN, _END = "<!-- frozen heads: written by saf -->", "<!-- end of frozen heads -->"
@@ -96,13 +94,8 @@ def _event_line(event: dict[str, Any]) -> str:
     parts.append(f"calibrated on {event['num_sequences']} sequences of {event['length']} tokens{data}{bos}")
     if divergences := [kl for *_, kl in event["fit_kl"]]:
         parts.append(f"KL of the fits {median(divergences):.4f} nats (median), {max(divergences):.4f} at most")
-    if event.get("loss_before") is not None:
-        rise = signed(100 * perplexity_rise(event["loss_before"], event["loss_after"]), 1)
-        losses = f"{event['loss_before']:.4f} nats before, {event['loss_after']:.4f} after"
-        note = event.get("budget_note", "")
-        parts.append(f"{event.get('loss_text', 'held-out')} loss {losses} (perplexity {rise}){note}")
-    if event.get("worst_layer"):
-        parts.append(worst_layer_words(event["worst_layer"]))
+    if loss_of(event) is not None:
+        parts.append(cost_words(event))
     if event.get("healing"):
         parts.append(healing_words(event["healing"]))
     return "; ".join(parts) + f" (SHA-256 of the sequences {event['sequences_hash'][:16]})"
