@@ -13,14 +13,3 @@ TASKS: dict[str, Callable[..., Task]] = {
     **dict.fromkeys(EXAMPLE_FORMATS, FinetuneTask),  # one task for each format of files of examples
 }
 """The class of each task by name; it is called with a run's settings and `length=`, the tokens of a sequence."""
-
-__all__ = [
-    "TASKS",
-    "FinetuneSettings",
-    "FinetuneTask",
-    "MQARSettings",
-    "MQARTask",
-    "Task",
-    "TextTask",
-    "evaluate_perplexity",
-]
