@@ -276,10 +276,10 @@ class _Training:
         number, trainer = len(self.lines) + 1, self.trainer
         self.lines.append(to_json({"number": number, "kind": kind, **line}))
         losses = {name: line[name] for name in ("loss_before", "loss_after")}
-        # `freeze_` has recorded the event for the model card, but knows neither update nor these losses.
+        # `freeze_` has recorded the event for the model card, but no update, and losses only where it measured them.
         card_events = config_entry(self.model.config).get("events", [])
         if card_events and card_events[-1]["heads"] == line["heads"]:
-            card_events[-1] |= to_json({"update": self.update, **losses})
+            card_events[-1] = to_json({"update": self.update, **losses}) | card_events[-1]
         if trainer.is_world_process_zero():
             words = "update %d: %s; held-out loss %.4f before, %.4f after"
             logger.info(words, self.update, change.summary, *losses.values())
