@@ -60,7 +60,7 @@ def measure_layer(
     limit = strip_elements or STRIP_ELEMENTS.get(query.device.type, STRIP_ELEMENTS["cpu"])
     rows = max(1, min(ROWS, length, limit // (count * length)))
     group_size = max(1, limit // (count * rows * length))  # heads that share a strip
-    dtype, parts = measured_dtype(query.dtype), []
+    dtype, parts = torch.promote_types(query.dtype, torch.float32), []
     with torch.autocast(query.device.type, enabled=False):  # in 16 bits the strips would not be exact
         for first in range(0, heads, group_size):
             group = slice(first, min(first + group_size, heads))
@@ -68,11 +68,6 @@ def measure_layer(
             keys = key[:, list(kv_head[group])].to(dtype)
             parts.append(_measure_heads(scaled, keys, soft_cap, spans, rows, group, on_strip))
     return LayerStatistics(*map(torch.cat, zip(*parts, strict=True)))
-
-
-def measured_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype in which a model of this dtype is measured."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _kernels_run(query: Tensor, key: Tensor) -> bool:
@@ -267,8 +262,9 @@ class Collector:
         self.kinds = {name: COLLECTIONS[name] for name in collect}
         self.positions = rows if any("R" in kind.shape for kind in self.kinds.values()) else ()
         sizes = {"F": len(heads), "N": sequences, "Q": length, "R": len(rows), "K": length}
+        wide = torch.promote_types(dtype, torch.float32)  # that of strips
         self._shapes = {
-            name: ([sizes[letter] for letter in kind.shape], torch.float64 if kind.is_sum else measured_dtype(dtype))
+            name: ([sizes[letter] for letter in kind.shape], torch.float64 if kind.is_sum else wide)
             for name, kind in self.kinds.items()
         }
 

@@ -15,7 +15,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from saf.calibration.measure import measured_dtype
 from saf.calibration.sequences import Batch, read_batches, read_sequences
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.models.adapter import Adapter, Rows, Site, adapter_for, evaluation_mode, find_rows, rows_of, unwrap
@@ -99,7 +98,7 @@ def _block_norms(rows: Rows, head_dim: int) -> Tensor:
             "the query and key weights have no gradients; call update() after loss.backward() and before zero_grad()"
         )
     blocks = rows.of(rows.parameter.grad).movedim(rows.dimension, 0).unflatten(0, (-1, head_dim))
-    return torch.linalg.vector_norm(blocks, dim=(1, 2), dtype=measured_dtype(blocks.dtype)).double()
+    return torch.linalg.vector_norm(blocks, dim=(1, 2), dtype=torch.promote_types(blocks.dtype, torch.float32)).double()
 
 
 # --- gates
@@ -212,7 +211,7 @@ class _LayerOutputs:
         name = next(name for name, module in model.named_modules() if module is site.attention)
         self.decoder_layer = model.get_submodule(name.rpartition(".")[0])
         weight, dimension = site.projections()["output"]
-        self.dtype = measured_dtype(weight.dtype)
+        self.dtype = torch.promote_types(weight.dtype, torch.float32)
         by_slot = weight.detach().movedim(dimension, 0).unflatten(0, (-1, site.head_dim))
         self.weight = by_slot[: len(self.live)].to(self.dtype)
         self.mean = mean_rows[self.live].to(weight.device, self.dtype)

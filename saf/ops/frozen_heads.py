@@ -39,23 +39,17 @@ class FrozenHeads(nn.Module):
     Fixed patterns are tables, computed once; trainable ones are modules `pattern_SLOT` whose parameters alpha and rho
     are read in every forward pass. When the model is cast, buffers and parameters keep their dtype, and tables for
     values of the new dtype are added where the backend has them. Buffers and parameters move with the model.
-
-    Attributes:
-        groups: The slots of fixed patterns that each backend executes: "linear" leaves other kinds to "toeplitz".
-        trainable: The slots of trainable patterns.
-        dtypes: The value dtypes that tables were prepared for.
-        num_frozen: The number of patterns, one a head.
-        replayed: Whether a CUDA graph launches what a call launches; `for_graphs` sets it.
     """
 
     def __init__(self, patterns: list[Pattern], backend: str, max_length: int, kv_head: tuple[int, ...] | None):
         super().__init__()
-        self.trainable = tuple(slot for slot, one in enumerate(patterns) if one.trainable)
+        self.trainable = tuple(slot for slot, one in enumerate(patterns) if one.trainable)  # slots of these patterns
         # Fixed ones stay on the CPU in their own precision: tables of another dtype are computed from them, never cast.
         self.patterns = [one if one.trainable else one.to(device="cpu") for one in patterns]
         self.num_frozen = len(patterns)
         self.backend, self.max_length, self.kv_head = backend, max_length, kv_head
-        self.replayed = False
+        self.replayed = False  # whether a CUDA graph launches what a call launches; `for_graphs` sets it
+        # The slots of fixed patterns that each backend executes: "linear" leaves other kinds to "toeplitz".
         self.groups: dict[str, tuple[int, ...]] = {}
         for slot, one in enumerate(patterns):
             if is_trainable(one):  # a child module, so that its parameters are the model's
@@ -63,7 +57,7 @@ class FrozenHeads(nn.Module):
             else:
                 name = "toeplitz" if backend == "linear" and one.kind != "exponential" else backend
                 self.groups[name] = (*self.groups.get(name, ()), slot)
-        self.dtypes: tuple[torch.dtype, ...] = ()
+        self.dtypes: tuple[torch.dtype, ...] = ()  # of values that tables were prepared for
         # A backend's tables for one dtype, by (dtype, backend). A tensor is a buffer, and its entry that buffer's name;
         # other entries, such as tuples of slots, are stored as they are.
         self._tables: dict[tuple[torch.dtype, str], dict[str, Any]] = {}
