@@ -30,12 +30,11 @@ RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("converged", "converged-staged", "converged-1e-3", "converged-3e-3"), ("answer",)),
         "converged-56M": ("peak_rate",),
         **dict.fromkeys(("small-75M", "small-75M-high-rates", "small-75M-own-clock"), ("matched_time",)),
-        **dict.fromkeys(("small-75M-cold-cache", "small-75M-warm-cache", "small"), ("matched_time",)),
         "small-75M-controls": ("fixed_token_controls", "timing", "trainability"),
         "small-75M-4k": ("fixed_token_controls",),
         "small-75M-branched": ("schedules",),
         "small-75M-representation": ("representation",),
-        **dict.fromkeys(("124m-84M-25", "124m-84M"), ("linear_heads",)),
+        **dict.fromkeys(("124m-84M-25", "124m-84M", "124m-84M-50"), ("linear_heads",)),
     },
     "heads": {
         "small-75M-ideas": ("better", "selectors"),
@@ -69,9 +68,7 @@ SERIES = {
     "small-75M": "The first series of this recipe to read: three seeds, updates by the speed of 124M.",
     "small-75M-high-rates": "As `small-75M`, with 75% of the heads.",
     "small-75M-own-clock": "As `small-75M`, but arms get the training seconds that they take themselves.",
-    "small-75M-cold-cache": "As `small-75M-own-clock`, one seed, with the compiler's cache empty.",
-    "small-75M-warm-cache": "The same with that cache filled; at measured time compilation is charged in full.",
-    "small": "232M tokens, eight readings of one text, which the models overfit: no measure of freezing.",
+    "124m-84M-50": "One seed, from another trunk than `124m-84M`.",
 }
 """The text above the first table of a series of runs."""
 SPEED_COLUMNS = {"speedup": "", "share of time": "share of time ", "cache": "cache ", "paper": "paper "}
@@ -197,7 +194,7 @@ def _page(path: Path, blocks: Sequence[Block]) -> str:
 def _blocks(name: str, results: Path) -> Iterator[Block]:
     for scale, recipes in RECIPES.get(name, {}).items():
         records = read_records(results, scale)
-        for own in (all_recipes()[each] for each in recipes if records):
+        for own in (all_recipes()[each] for each in recipes if (results / scale).is_dir()):
             yield Block(heading=f"{own.numbered_title}, {scale}", text=SERIES.get(scale, "") if own.metrics else "")
             yield from recipe_blocks(RecipeTable(own, scale, records), results / scale)
     measured = read_benchmarks(results)

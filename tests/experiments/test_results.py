@@ -66,4 +66,6 @@ def test_a_recipes_benchmarks_are_shown_and_drawn_beside_the_papers_numbers(tmp_
 
 def test_every_committed_scale_is_shown():
     committed = {path.parents[1].name for path in (ROOT / "results").glob("*/*/seed-*.json")}
-    assert committed == {scale for scales in RECIPES.values() for scale in scales}
+    shown = {scale for scales in RECIPES.values() for scale in scales}
+    assert committed <= shown
+    assert shown <= {path.name for path in (ROOT / "results").iterdir()}
