@@ -40,8 +40,6 @@ from saf.records.run import MANIFEST, Kind, expect, kind_of
 
 SCHEMA = "saf.checkpoint/1"
 """The schema that manifest.json names."""
-STEP, MOMENTS = "step", ("exp_avg", "exp_avg_sq")
-"""The keys of AdamW's state of a parameter."""
 _NAME = re.compile(r"step-(\d+)(-frozen)?")
 
 
@@ -155,13 +153,12 @@ class Checkpoint:
         parameters = dict(model.named_parameters())
         filled = [{**group, "params": [parameters[name] for name in group["names"]]} for group in groups]
         optimizer = AdamW([group for group in filled if group["params"]], fused=True)
-        for name in (name for group in groups for name in group["names"]):
-            parameter = parameters[name]
-            state = {key: tensors[f"{name}.{key}"] for key in (STEP, *MOMENTS) if f"{name}.{key}" in tensors}
+        for name, value in tensors.items():
+            owner, _, key = name.rpartition(".")
+            parameter = parameters[owner]
             # Fused kernels do not check shapes: they would train wrong numbers silently.
-            assert all(state[key].shape == parameter.shape for key in state.keys() & MOMENTS), f"moments of {name}"
-            if state:
-                optimizer.state[parameter] = {key: value.to(device or parameter.device) for key, value in state.items()}
+            assert key == "step" or value.shape == parameter.shape, f"{name} has the shape {list(value.shape)}"
+            optimizer.state[parameter][key] = value.to(device or parameter.device)
         mark_head_order(optimizer)  # the state was saved for the heads in the order that the model has now
         return optimizer
 

@@ -373,8 +373,11 @@ _FREE_ON_RESUME = {
 """Settings that a resumed run may change: places, logs and checkpoints; the data are checked by their hash."""
 
 
-def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
-    """Raise InputError naming every setting that differs from the recorded ones, but for paths and logging."""
+def check_same_run(config: TrainConfig, recorded: dict[str, Any] | None, *, resume: bool) -> None:
+    """Raise InputError unless a run begins anew, or is resumed with the recorded settings, but for paths and logging.
+
+    `recorded` are the settings of the run that the folder holds; None where it holds none.
+    """
 
     def fixed(settings: dict[str, Any]) -> dict[str, Any]:
         staying = {key: value for key, value in to_json(settings).items() if key not in _FREE_ON_RESUME}
@@ -382,7 +385,11 @@ def check_same_run(config: TrainConfig, before: dict[str, Any]) -> None:
             staying["finetuning"] = {key: value for key, value in staying["finetuning"].items() if key not in PATHS}
         return staying
 
-    if changes := mismatches(fixed(before), fixed(config.to_dict())):
+    if resume and recorded is None:
+        raise InputError(f"{config.out} holds no run to resume; check the folder, or train a new run")
+    if recorded is not None and not resume:
+        raise InputError(f"{config.out} holds a run already; resume it, or choose another folder")
+    if recorded is not None and (changes := mismatches(fixed(recorded), fixed(config.to_dict()))):
         raise InputError(
             f"cannot resume with other settings ({changes}). Leave them out, or start another run by --parent"
         )

@@ -125,12 +125,7 @@ def _check_can_choose(config: TrainConfig, *, resume: bool) -> None:
     if config.min_lr_ratio != 1 or config.warmup != 0:
         raise InputError("epochs can be chosen with a constant rate alone (min_lr_ratio=1, warmup=0); or give epochs")
     recorded = pending_choice(config.out)
-    if recorded is not None and not resume:
-        raise InputError(f"{config.out} holds a run that was choosing its epochs; resume it, or choose another folder")
-    if recorded is None and resume:
-        raise InputError(f"{config.out} holds no run to resume; check the folder, or train a new run")
-    if recorded is not None:
-        check_same_run(config, recorded.to_dict())
+    check_same_run(config, recorded.to_dict() if recorded else None, resume=resume)
 
 
 def pending_choice(out: Path | str) -> TrainConfig | None:

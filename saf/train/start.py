@@ -61,7 +61,8 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     elapsed, folder = Elapsed(), Path(config.out)
     with all_ranks_or_raise():
         _lock_(folder, locks)
-        _check_folder(folder, config, resume=resume)
+        recorded = read_run_config(folder)["settings"] if (folder / "config.json").exists() else None
+        check_same_run(config, recorded, resume=resume)
         execution = Execution.of(
             config.device,
             precision=config.precision,
@@ -124,16 +125,6 @@ def _lock_(folder: Path, locks: ExitStack) -> None:
 
 
 # --- checks
-
-
-def _check_folder(folder: Path, config: TrainConfig, *, resume: bool) -> None:
-    holds_run = (folder / "config.json").exists()
-    if resume and not holds_run:
-        raise InputError(f"{folder} holds no run to resume; check the folder, or train a new run")
-    if holds_run and not resume:
-        raise InputError(f"{folder} holds a run already; resume it, or choose another folder")
-    if resume:
-        check_same_run(config, read_run_config(folder)["settings"])
 
 
 def _check_settings(config: TrainConfig, execution: Execution, task: Task) -> None:

@@ -129,9 +129,9 @@ def test_a_run_killed_while_it_chose_its_epochs_goes_on_as_it_began(command, fil
     assert "holds no run to resume" in capsys.readouterr().err
     killed(lambda: main([*words, "--peak-lr", "1e-3", "--keep", "3"]), loop, "run_update", 6)
     assert main([*words, "--peak-lr", "1e-3", "--keep", "3"]) == 2
-    assert "was choosing its epochs; resume it" in " ".join(capsys.readouterr().err.split())
+    assert "holds a run already; resume it" in " ".join(capsys.readouterr().err.split())
     assert main([*words, "--peak-lr", "2e-3", "--keep", "3", "--resume"]) == 2
-    assert "peak-lr must be 0.001, got 0.002" in capsys.readouterr().err
+    assert "peak_lr must be 0.001, got 0.002" in capsys.readouterr().err
     assert main(["finetune", "--out", str(tmp_path / "run"), "--resume", "--quiet"]) == 0
     assert outcome(tmp_path / "run") == outcome(whole.folder)
     assert read_json(tmp_path / "run" / "config.json")["settings"]["keep"] == 3
