@@ -81,18 +81,18 @@ class PrepareConfig:
     def __post_init__(self):
         for name in ("max_bytes", "split_characters"):
             if (value := getattr(self, name)) is not None and value < 1:
-                raise InputError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+                raise InputError(f"{name} must be at least 1, got {value}")
         if self.tokenizer != "bpe" and self.vocab_size != PrepareConfig.vocab_size:
-            raise InputError(f"--vocab-size must be left out with --tokenizer {self.tokenizer}")
+            raise InputError(f"vocab_size must be left out with tokenizer={self.tokenizer!r}")
         if self.vocab_size < 257:
-            raise InputError(f"--vocab-size must be at least 257 (256 bytes and end-of-text), got {self.vocab_size}")
-        check_name("--calibration-from", self.calibration_from, ("heldout", "train"))
+            raise InputError(f"vocab_size must be at least 257 (256 bytes and end-of-text), got {self.vocab_size}")
+        check_name("calibration_from", self.calibration_from, ("heldout", "train"))
         if self.report_only and (self.tokenizer == "bpe" or self.heldout_fraction is not None):
-            raise InputError("--report-only needs the --tokenizer of a model's data, and no --heldout-fraction")
+            raise InputError("report_only needs the tokenizer of a model's data, and no heldout_fraction")
         if self.heldout and self.heldout_fraction is not None:
-            raise InputError("--heldout-fraction must be left out with --heldout, got both")
+            raise InputError("heldout_fraction must be left out with heldout, got both")
         if self.heldout_fraction is not None and not 0 < self.heldout_fraction <= 0.5:
-            raise InputError(f"--heldout-fraction must be in (0, 0.5], got {self.heldout_fraction}")
+            raise InputError(f"heldout_fraction must be in (0, 0.5], got {self.heldout_fraction}")
 
     @property
     def fraction(self) -> float | None:

@@ -123,13 +123,13 @@ def test_a_source_is_read_once_and_may_be_a_pipe(source, settings, prepared, tmp
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"heldout_fraction": 0.0}, "--heldout-fraction must be in"),
+        ({"heldout_fraction": 0.0}, "heldout_fraction must be in"),
         ({"heldout_fraction": 0.1, "heldout": "x.txt"}, "got both"),
-        ({"max_bytes": 0}, "--max-bytes must be at least 1"),
-        ({"calibration_from": "text"}, "--calibration-from must be"),
+        ({"max_bytes": 0}, "max_bytes must be at least 1"),
+        ({"calibration_from": "text"}, "calibration_from must be"),
         ({"vocab_size": 100}, "at least 257"),
-        ({"tokenizer": "gpt2", "vocab_size": 300}, "--vocab-size must be left out"),
-        ({"report_only": True}, "--report-only needs the --tokenizer"),
+        ({"tokenizer": "gpt2", "vocab_size": 300}, "vocab_size must be left out"),
+        ({"report_only": True}, "report_only needs the tokenizer"),
     ],
 )
 def test_settings_out_of_range(source, tmp_path, setting, message):
