@@ -518,6 +518,7 @@ def _recall() -> Iterator[Arm]:
 
 
 SMALL_TASKS: dict[str, dict[str, Settings]] = {
+    # Batches of 32 leave launches of small kernels few enough; SST-2 is a stratified part of its file.
     "sst2": {"small": {"batch_size": 32, "most_examples": 16_384}},
     "boolq": {"small": {"batch_size": 32}},
 }
@@ -575,23 +576,15 @@ def _pruning_downstream() -> Iterator[Arm]:
         yield from _tuned(f"later-time-pretraining-{task}", time, task, own)
 
 
-STAGE_MODELS = {"ordinary": {}, "mean-25": freeze(0.25), "pruned-25": PRUNE}
-STAGE_TASKS: dict[str, Settings] = {
-    # Batches of 32 leave launches of small kernels few enough; SST-2 is a stratified part of its file.
-    "sst2": {"batch_size": 32, "most_examples": 16_384},
-    "boolq": {"batch_size": 32},
-    # Cut to the context of the models, which are those of 4K.
-    "quality": {"max_tokens": 4_096},
-    "mqar": {},
-}
-
-
 def _stages() -> Iterator[Arm]:
     """Yield chains in which one seed sets all stages: pretraining, tasks, and events after recall was learnt."""
-    parents = {model: f"4k-{model}" for model in STAGE_MODELS}
-    for task, settings in STAGE_TASKS.items():
+    models: dict[str, Settings] = {"ordinary": {}, "mean-25": freeze(0.25), "pruned-25": PRUNE}
+    parents = {model: f"4k-{model}" for model in models}
+    # QuALITY is cut to the context of the models, which are those of 4K.
+    tasks = {task: own["small"] for task, own in SMALL_TASKS.items()} | {"quality": {"max_tokens": 4_096}, "mqar": {}}
+    for task, settings in tasks.items():
         yield from _tuned(f"stages-{task}", parents, task, dict.fromkeys(BASES, settings), varies="both")
-    yield from _recovered("stages-recovery", "stages-mqar-ordinary", STAGE_MODELS, varies="both")
+    yield from _recovered("stages-recovery", "stages-mqar-ordinary", models, varies="both")
 
 
 OWN_ARMS: list[Arm] = []

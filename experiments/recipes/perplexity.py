@@ -199,6 +199,8 @@ RECIPES["later_intervention"] = Recipe(
 # --- matched time: every arm starts from the reference's checkpoint halfway and gets the time that this one had left
 
 _KINDS = {"mean": "mean + variance", "pruned": "pruning + variance", "random": "mean + random"}
+_AT_TOKENS = {"mean": "-control", "pruned": "-control", "random": ""}
+"""Endings of arms at matched tokens."""
 _HALVES = ("mean-25", "mean-50", "pruned-25", "pruned-50")
 _FURTHER = ("random-25", "random-50", "mean-10", "pruned-10", "mean-75", "pruned-75")
 _EQUAL_TIME = lines("""
@@ -229,16 +231,12 @@ def _at_time(k: str, arms: Iterable[str]) -> Iterator[Row]:
         fields = {"reference": f"{k}-ordinary-time", "more_tokens": f"{k}-ordinary-more"}
         if k == "4k" and arm in _HALVES:
             fields["measured_time"] = f"4k-{arm}-raw"
-        yield _row(k, arm, "-time", tokens=f"{k}-{arm}{_end_at_tokens(arm)}", **fields)
+        yield _row(k, arm, "-time", tokens=f"{k}-{arm}{_AT_TOKENS[arm.split('-')[0]]}", **fields)
 
 
 def _at_tokens(k: str, arms: Iterable[str], **fields: Any) -> list[Row]:
     fields |= {"reference": control_trunk(k), "against": None}
-    return [_row(k, arm, _end_at_tokens(arm), ", matched tokens", **fields) for arm in arms]
-
-
-def _end_at_tokens(arm: str) -> str:
-    return "" if arm.startswith("random") else "-control"
+    return [_row(k, arm, _AT_TOKENS[arm.split("-")[0]], ", matched tokens", **fields) for arm in arms]
 
 
 def _context(k: str) -> Iterator[Row]:
@@ -253,13 +251,6 @@ def _context(k: str) -> Iterator[Row]:
     yield from tokens[2:]
     # It differs from the ordinary arm in its data order alone: any two arms may differ by as much by chance.
     yield ordinary(arm=f"{timed}-reordered", label=f"{words}, reordered data", reference=timed)
-
-
-def _by_the_clock() -> Iterator[Row]:
-    """Yield arms that ran by the clock, uncompiled: compiling takes longer than half of such a run."""
-    yield Row(arm="4k-ordinary-raw", label="4K ordinary, measured time", retired=True)
-    for arm in _HALVES:
-        yield _row("4k", arm, "-raw", ", measured time", reference="4k-ordinary-raw", retired=True)
 
 
 _CONTEXTS = {"4K": "4k", "8K": "8k", "16K": "16k"}
@@ -280,7 +271,9 @@ RECIPES["matched_time"] = Recipe(
         *_context("4k"),
         *_at_time("4k", _FURTHER),
         *_at_tokens("4k", _FURTHER),
-        *_by_the_clock(),
+        # By the clock, uncompiled: compiling takes longer than half of such a run.
+        Row(arm="4k-ordinary-raw", label="4K ordinary, measured time", retired=True),
+        *(_row("4k", arm, "-raw", ", measured time", reference="4k-ordinary-raw", retired=True) for arm in _HALVES),
         *_context("16k"),
         *_at_time("16k", ("mean-75", "pruned-75")),
         *_at_tokens("16k", ("mean-75", "pruned-75")),

@@ -10,7 +10,6 @@ import saf
 from saf.errors import CheckpointError
 from saf.frozen_state import description_of, restore_
 from saf.heads import HeadSet
-from saf.models import GPT
 from saf.models.adapter import adapter_for
 from saf.surgery import install_, uninstall_
 from tests.surgery.test_install import SOME
@@ -19,13 +18,9 @@ from tests.surgery.trained_model import LENGTH, SHAPE, make, patterns, update
 TOKENS = torch.randint(0, SHAPE.vocab_size, (2, LENGTH + 1), generator=torch.Generator().manual_seed(9))
 
 
-def loss_of(model: GPT) -> torch.Tensor:
-    return model(TOKENS[:, :-1], TOKENS[:, 1:])
-
-
 def test_gradients_not_yet_used_follow_the_heads_that_stay():
     model, trainer = make()
-    loss_of(model).backward()
+    model(TOKENS[:, :-1], TOKENS[:, 1:]).backward()
     before = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
     install_(model, HeadSet([(0, 1)]), patterns(1), optimizer=trainer)
     after = {name: parameter.grad for name, parameter in model.named_parameters()}
