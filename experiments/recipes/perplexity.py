@@ -368,6 +368,12 @@ def _staged_rows() -> Iterator[Row]:
         yield from rows(_STAGED.format(f=f"16k-staged-exponential-{rate}", r=rate), reference=trunk)
 
 
+_STAGED_LINES = {
+    "frozen": ("16k-staged-exponential-*-time", "delta"),
+    "pruned": ("16k-staged-exponential-*-pruned-time", "delta"),
+}
+
+
 def _answer_lines(k: str, rate: str) -> dict[str, tuple[str, str]]:
     frozen = f"{k}-exponential-{rate}"
     arms = {"frozen": f"{frozen}*", "pruned": f"{frozen}-pruned*", "pruned by gate-Taylor": f"{k}-gate-taylor-{rate}*"}
@@ -393,6 +399,13 @@ RECIPES["answer"] = Recipe(
                 f"{k.upper()} of context, {r}% of heads": curves(_ENDS, _answer_lines(k, r))
                 for k, r in product(("16k", "4k"), ("50", "25"))
             },
+            continuous=False,
+        ),
+        Figure(
+            name="staged",
+            title="Change of perplexity from ordinary attention after the same time, %, with 95% intervals",
+            xlabel="heads",
+            panels={"4K of context, then 16K": curves({"25%": "25", "50%": "50"}, _STAGED_LINES)},
             continuous=False,
         ),
     ),
