@@ -1,6 +1,5 @@
 """`saf freeze` runs the whole recipe on a checkpoint or a model of transformers."""
 
-import shlex
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
@@ -55,37 +54,17 @@ class Command(CheckpointFreezing):
         with ProgressBars(next_steps=NEXT_STEPS) as bars:
             report, written, parent = freeze_saved(self, say=print_progress, new_progress=bars)
         result = {"checkpoint": str(self.out), "hash": written, "parent": parent, **report.to_dict()}
-        kind, length = "model" if is_transformers_model(self.checkpoint) else "checkpoint", report.statistics.length
-        limit = f", for inputs of up to {length:,} tokens" if self.config.operation == "freeze" else ""
-        lines = [f"{kind} written to {self.out}{limit}", f"hash {written}"]
-        show(result, report.cost, report.table(), *lines, self._next(kind, length), as_json=self.json)
+        freezes = self.config.operation == "freeze"
+        limit = f", for inputs of up to {report.statistics.length:,} tokens" if freezes else ""
+        lines = [f"written to {self.out}{limit}", f"hash {written}", f"next: {self._next()}"]
+        show(result, report.cost, report.table(), *lines, as_json=self.json)
         return result
 
-    def _next(self, kind: str, length: int) -> str:
-        """Name the commands that come next: look inside, and go on training, or measure a model before and after."""
-        inspect = ["inspect", self.out]
-        if kind == "checkpoint":
-            return _lines(
-                "next, look at its heads, and train on:", inspect, ["pretrain", "--parent", self.out, "--out", "RUN"]
-            )
-        # Text on which heads were chosen flatters them; a data folder holds text out by itself.
-        data = self.data if self.data is not None and self.data.is_dir() else "HELDOUT.txt"
-        words = ["--data", data, "--length", length]
-        if self.bos:
-            words.append("--bos")
-        return _lines(
-            "next, look at its heads, and measure the model before and after on other text; `--limit 100` reads 100 "
-            "windows,\nand the time left is shown:",
-            inspect,
-            ["evaluate", self.checkpoint, *words, "--out", "before"],
-            ["evaluate", self.out, *words, "--out", "after"],
-            ["compare", "before", "after", "--card", self.out],
-            ["report", self.out, "before", "after"],
-        )
-
-
-def _lines(title: str, *commands: list[Any]) -> str:
-    return "\n".join([title, *(f"  saf {shlex.join(map(str, words))}" for words in commands)])
+    def _next(self) -> str:
+        if is_transformers_model(self.checkpoint):
+            # Text on which heads were chosen flatters them.
+            return "`saf compare --help` shows how to measure the model before and after on other text"
+        return f"train on by `saf pretrain --parent {self.out} --out RUN`"
 
 
 HELP_FIELDS = {
