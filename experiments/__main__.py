@@ -153,25 +153,30 @@ class Experiments:
             print("\nAll rows and metrics, and LaTeX: --tables FOLDER.")
 
     def _show_recorded(self, chosen: list[Recipe]) -> None:
-        """Show recipes at their scale, or each at the one with most of its rows, and name further scales."""
+        """Show recipes at their scale, or each at the one with most of its rows, and name further scales.
+
+        Raises InputError where nothing can be shown.
+        """
         scales = sorted(path.name for path in self.out.glob("*") if path.name.partition("-")[0] in SCALES)
-        records = {scale: read_records(self.out, scale) for scale in scales}
+        records, shown = {scale: read_records(self.out, scale) for scale in scales}, False
         for each in chosen:
             tables = {scale: RecipeTable(each, scale, records[scale]) for scale in scales}
             # Rows and measurements that have records.
-            counts = {
-                scale: len(tables[scale].recorded()) + len(each.measured(self.out / scale, scale)) for scale in scales
-            }
+            counts = {scale: tables[scale].recorded() + len(each.measured(self.out / scale, scale)) for scale in scales}
             full = sorted(filter(counts.get, scales), key=lambda one: (-counts[one], -len(records[one])))
             scale = self.scale or next(iter(full), DEFAULT_SCALE)
             if scale in full:
                 self._show(tables[scale])
+                shown = True
             else:
-                print(f"\n{each.numbered_title}: there are no results of it in {self.out / scale}")
+                print(f"\n{each.numbered_title}: no runs of it in {self.out / scale}")
             if others := [one for one in full if one != scale]:
                 print(f"\nOther scales in {self.out} with results of it: {', '.join(others)}.")
-            elif not full:
-                print("\nCommitted results: --out results --show; more of them, as of speed, are in docs/results.md.")
+        if not shown:
+            raise InputError(
+                f"{self.out} has nothing to show: committed runs are in results (--out results), and docs/recipes.md "
+                "names the pages of docs/results that have other measurements"
+            )
 
 
 def _list_recipes() -> None:

@@ -7,6 +7,7 @@ makes text of it.
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -215,10 +216,11 @@ class RecipeTable:
     def _lines(self) -> pd.DataFrame:
         return numbers(self._records.values())
 
-    def recorded(self) -> list[Row]:
-        """Return the rows whose arms have records, without reading their numbers."""
+    def recorded(self) -> int:
+        """Return how many arms of its rows have records, those of several seeds twice; read no numbers."""
         rows = self.recipe.rows if self.recipe.metrics else ()
-        return [row for row in rows if self._arm_that_ran(row.arm).partition("@")[0] in self._arms]
+        seeds = Counter(arm for arm, _ in self._records)
+        return sum(min(seeds[arm], 2) for arm in {self._arm_that_ran(row.arm).partition("@")[0] for row in rows})
 
     @cached_property
     def seeds(self) -> list[int]:
