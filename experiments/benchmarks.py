@@ -38,17 +38,15 @@ def read_benchmarks(results: Path) -> list[Record]:
 
 
 def named(by_name: Mapping[str, Record]) -> list[Record]:
-    """Return records that also have their `name` and, where most are of another device, that of their own, `elsewhere`.
+    """Return records with their `name`, and as `elsewhere` their device where most records are of another, else "".
 
-    Their tables also read `quoted_as` where a record has it: the measurement `of` and the `model` that the paper's
-    numbers are of.
+    Tables also read the optional `quoted_as`: the measurement (`of`) and `model` that the paper's numbers are found by.
     """
     records: list[Any] = [{**record, "name": name} for name, record in by_name.items()]
     devices = pd.Series([record["provenance"].get("device") for record in records], dtype=object)
-    # Only records of another device than most name theirs.
-    usual = (*devices.mode()[:1], None)
+    usual = (*devices.mode()[:1], None)  # no mode where there are no records
     for record, device in zip(records, devices, strict=True):
-        # A GPU's name without its maker's and its memory.
+        # "NVIDIA H100 80GB HBM3" becomes "H100".
         short = re.sub(r"[\s-]\d+\s?GB\b.*", "", str(device).removeprefix("NVIDIA "))
         record["elsewhere"] = "" if device in usual else short
     return records
@@ -63,18 +61,18 @@ def without_path(record: Record) -> Record:
     return {**record, "settings": {**settings, "model": name}, "rows": rows}
 
 
-def frame(lines: Iterable[Cells], words: Sequence[str]) -> pd.DataFrame:
-    """Return lines as a table of text without empty columns, its index joined from the columns that are `words`."""
+def frame(lines: Iterable[Cells], labels: Sequence[str]) -> pd.DataFrame:
+    """Return lines as a table of text without empty columns; the columns `labels` are joined to its index."""
     shown = [{name: value for name, value in line.items() if not name.startswith("_")} for line in lines]
     table: Any = pd.DataFrame(shown).fillna(MISSING)
     table = table[[name for name in table if not (table[name] == MISSING).all()]]
-    words = [name for name in words if name in table]
-    table.index = pd.Index(table[words].agg("; ".join, axis=1), name="; ".join(words))
-    return table.drop(columns=words)
+    labels = [name for name in labels if name in table]
+    table.index = pd.Index(table[labels].agg("; ".join, axis=1), name="; ".join(labels))
+    return table.drop(columns=labels)
 
 
 def speeds(records: Sequence[Record], kind: str) -> Tables:
-    """Yield the table of each way of running that records of a kind measured."""
+    """Yield a table for each way that passes were run in records of a kind."""
     order = ("length", "batch_size", "accumulation")
     lines = sorted(
         _newest([line for record in records if record["kind"] == kind for line in _speed_lines(record)]),
@@ -92,9 +90,10 @@ def _speed_lines(record: Record) -> Iterator[Cells]:
     unusual, provenance = unusual_settings(record), record["provenance"]
     for row, cells in speed_cells(record):
         pinned = "kernel pinned" if record["kind"] == "prefill" and _is_pinned(row) else ""
-        # PyTorch's choice is cuDNN wherever a profile was taken, but an arm may be that choice itself.
-        alike = [re.sub(" auto$", " cudnn", row[name]) for name in ("baseline", "arm")]
-        alike[1] = alike[1] if row["backend"] else row["arm"]
+        # PyTorch's choice ("auto") was cuDNN wherever a profile was taken, so both are one measurement; but not as an
+        # ordinary arm, which may be measured against the other.
+        baseline, arm = (re.sub(" auto$", " cudnn", row[name]) for name in ("baseline", "arm"))
+        compared = baseline, arm if row["backend"] else row["arm"]
         yield {
             **cells,
             "arm": ", ".join(filter(None, [cells["arm"], pinned])),
@@ -102,7 +101,7 @@ def _speed_lines(record: Record) -> Iterator[Cells]:
             "in": record["name"],
             "_row": row,
             "_way": table_title(row, unusual),
-            "_same": (provenance.get("device"), unusual, table_title(row), *row["point"].items(), *alike, pinned),
+            "_same": (provenance.get("device"), unusual, table_title(row), *row["point"].items(), *compared, pinned),
             "_order": (not row["refused"], str(provenance.get("date"))),
         }
 
@@ -117,9 +116,9 @@ def _newest(lines: Sequence[Cells]) -> list[Cells]:
 def memory(records: Sequence[Record], kind: str) -> pd.DataFrame:
     """Return the peak memory of arms that records of a kind measured."""
     lines = []
-    for record in records:
-        layers = record["settings"].get("num_layers") if record["kind"] == kind else None
-        for entry in record["memory"] if record["kind"] == kind else ():
+    for record in (each for each in records if each["kind"] == kind):
+        layers = record["settings"].get("num_layers")
+        for entry in record["memory"]:
             model = str(record["settings"].get("model")) + ("" if layers is None else f", {layers} layers")
             quoted = _quoted(paper.MEMORY, {"of": kind, "model": model, **record.get("quoted_as", {})}, entry)
             model = ", ".join(filter(None, [model, unusual_settings(record)]))
@@ -129,8 +128,8 @@ def memory(records: Sequence[Record], kind: str) -> pd.DataFrame:
 
 
 def unusual_settings(record: Record) -> str:
-    """Return which settings make a record's rows other measurements than the usual ones would; "" for none."""
-    settings, driver = record["settings"], bool(record["provenance"].get("driver"))
+    """Return, in words, the settings that make a record's rows other measurements than usual; "" for none."""
+    settings, on_gpu = record["settings"], bool(record["provenance"].get("driver"))
     placed = {"even": "as many heads in every layer frozen", "groups": "whole groups frozen"}
     words = _unusual_layers(record) if record["kind"] == "op" else []
     words.append(placed.get(settings.get("placement", ""), ""))
@@ -144,7 +143,7 @@ def unusual_settings(record: Record) -> str:
         words.append(f"{settings['parallel']}, {processes} process{'es' if processes > 1 else ''}")
     if settings.get("fresh"):
         words.append("processes of their own")
-    if settings.get("dtype", "auto") not in ("auto", "bf16" if driver else "fp32"):
+    if settings.get("dtype", "auto") not in ("auto", "bf16" if on_gpu else "fp32"):
         words.append(settings["dtype"])
     if record["elsewhere"]:
         words.append(f"on {record['elsewhere']}")
@@ -158,20 +157,20 @@ def _unusual_layers(record: Record) -> list[str]:
 
 
 def _unusual_compilation(record: Record) -> str:
-    driver = bool(record["provenance"].get("driver"))
+    on_gpu = bool(record["provenance"].get("driver"))
     usual = "off" if record["kind"] in ("finetune", "attention") else "auto"
     setting = record["settings"].get("compile", usual)
     if setting == "layers":
         return "compiled by layers"
     # "auto" compiles on a GPU alone.
-    is_compiled, usually = (one == "on" or (one == "auto" and driver) for one in (setting, usual))
+    is_compiled, usually = (one == "on" or (one == "auto" and on_gpu) for one in (setting, usual))
     if is_compiled == usually:
         return ""
     return "compiled" if is_compiled else "not compiled"
 
 
 def _is_pinned(row: Record) -> bool:
-    """Return whether pinning a kernel takes a launch from a frozen layer, which takes one for few tokens.
+    """Return whether the pinned kernel costs a frozen layer a second launch: left free, it takes one for few tokens.
 
     Such rows are no measure of a model left to PyTorch's choice of kernel.
     """

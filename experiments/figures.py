@@ -1,4 +1,4 @@
-"""Figures as SVG: those of recipes, speedups, costs by length; `svg` writes every drawing by matplotlib.
+"""Functions that draw the figures of recipes, speedups and costs by length; `svg` writes each drawing as SVG.
 
 A recipe's figure shows numbers of its table as lines, one panel a group; rings are the paper's numbers.
 """

@@ -32,11 +32,11 @@ class Reference:
     arms: tuple[str, ...] = ()
     """The arms whose runs it reads."""
     of_seed: bool = True
-    """Whether it is another path for each seed."""
+    """Whether the path differs from seed to seed."""
 
 
 def checkpoint(arm: str, at: float = 0.5) -> Reference:
-    """Return a checkpoint of an arm's run, after a share of its updates; 1 is the last."""
+    """Refer to a checkpoint of an arm's run, after a share of its updates; 1 is the last."""
 
     def path(maker: "Maker") -> Path:
         run, folder = maker.run(arm), maker.run(arm).folder / "checkpoints"
@@ -49,17 +49,17 @@ def checkpoint(arm: str, at: float = 0.5) -> Reference:
 
 
 def run_of(arm: str) -> Reference:
-    """Return the folder of an arm's run."""
+    """Refer to the folder of an arm's run."""
     return Reference(lambda maker: maker.run(arm).folder, (arm,))
 
 
 def record_of(measurement: str) -> Reference:
-    """Return the record of an earlier measurement of the recipe."""
+    """Refer to the record of an earlier measurement of the recipe."""
     return Reference(lambda maker: maker.file(next(m for m in maker.measurements if m.name == measurement)))
 
 
 def changes(groups: Mapping[str, Mapping[str, str]]) -> Reference:
-    """Return a file of changes in perplexity, %, of arms from what they branched off: {group: {name: change}}."""
+    """Refer to a file, written when read, of changes in perplexity (%) from each arm's parent, by group and name."""
 
     def change(run: Run) -> float:
         losses = [(each.record() or {})["report_loss"] for each in (run, run.needs["parent"])]
@@ -74,8 +74,8 @@ def changes(groups: Mapping[str, Mapping[str, str]]) -> Reference:
 
 
 def file_of(task: str, part: Literal["train", "test"]) -> Reference:
-    """Return a file of the examples that a task is finetuned on."""
-    return Reference(lambda maker: maker.inputs.examples(task)[part == "test"], of_seed=False)
+    """Refer to a file of the examples that a task is finetuned on."""
+    return Reference(lambda maker: maker.inputs.examples(task)[("train", "test").index(part)], of_seed=False)
 
 
 DATA = Reference(lambda maker: maker.inputs.text(), of_seed=False)
@@ -115,6 +115,7 @@ class Number:
 def _step(value: Any, step: str | int | Mapping[str, Any]) -> list[Any]:
     if isinstance(step, Mapping):
         return [entry for entry in value if step.items() <= entry.items()]
+    # Slices, since a list that is too short has no entry, and raises nothing.
     return value[int(step) :][:1] if isinstance(value, list) else [value.get(step)]
 
 
@@ -140,7 +141,7 @@ class Measurement:
     on: tuple[Reference | str, ...] = ()
     """Positional arguments."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Flags at the paper's scale, without dashes; a text has the words of a flag with several values."""
+    """Flags at the paper's scale, without dashes; a string may have several values of a flag, as words."""
     _: KW_ONLY
     small: Mapping[str, Any] = field(default_factory=dict)
     """What differs at the small scale: flags, or by the names "on" and "processes" these fields."""
@@ -151,13 +152,13 @@ class Measurement:
     numbers: Sequence[Number] = ()
     """Numbers to show beside the paper's, means over seeds, where the tables of its kind do not have them."""
     quoted_as: Mapping[str, str] = field(default_factory=dict)
-    """How the paper's numbers call what a benchmark times, where its records do not say (`benchmarks.named`)."""
+    """Where the paper's numbers of a benchmark are found, if not by its record alone (`benchmarks.named`)."""
 
     def at(self, scale: str) -> dict[str, Any]:
         """Return "on", "processes" and the flags at a scale."""
         values = {"on": self.on, "processes": self.processes, **self.settings}
         if scale == "smoke":
-            # Only flags that the measurement sets: the others may be none of its command.
+            # Only flags that the measurement sets, as its command may lack others; one that times sets points or pairs.
             values |= {name: value for name, value in SMOKE.items() if name in self.settings}
             values |= SMOKE_BENCH if {"points", "pairs"} & self.settings.keys() else {}
         return values | dict({"small": self.small, "smoke": self.smoke or {}}.get(scale, {}))
@@ -172,7 +173,7 @@ class Measurement:
         return [arm for each in self.references(scale) for arm in each.arms]
 
     def file(self, folder: Path, recipe: str, scale: str, seed: int) -> Path:
-        """Return the file of its record below a scale's folder: of one seed where it reads runs."""
+        """Return the file of its record below a scale's folder: one for each seed if a path differs by seed."""
         # Random weights and the prepared text are the same for every seed: one record will do.
         of_seed = any(each.of_seed for each in self.references(scale))
         name = f"{recipe}.{self.name.replace(' ', '-').replace(',', '')}"
@@ -205,7 +206,7 @@ class Maker:
         if out.is_file():
             return None
         print_progress(f"measuring {self.recipe}, {each.name} ({each.program}) in {out}")
-        # Written aside: what is killed halfway leaves no record that would pass for a whole one.
+        # Written aside: a measurement that is killed halfway must leave no record that looks complete.
         log, partial = out.with_suffix(".log"), out.with_suffix(".partial.json")
         log.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -228,7 +229,7 @@ class Maker:
             return f"failed: {lines[-1]} (see {log})"
         place = {"scale": self.scale.name, "recipe": self.recipe, "measurement": each.name}
         record = read_json(partial)
-        # The command that was typed, and not the words of this call.
+        # Processes of torchrun record their own command, which nobody typed.
         record["provenance"]["command"] = command()
         write_json(out, {**record, "experiment": {**place, "seed": None if out.stem == "once" else self.seed}})
         partial.unlink()

@@ -40,7 +40,7 @@ class Row:
     more_tokens: str | None = None
     """An ordinary arm that had more tokens."""
     first_seed: bool | str = False
-    """Whether it shows the first seed alone; in a table any text does."""
+    """Whether it shows the first seed alone; in the text of `rows` any word in this column means yes."""
     retired: bool | str = False
     """Whether its arm is no longer trained: the row shows committed records."""
     paper: Mapping[str, str] = field(default_factory=dict)
@@ -48,7 +48,7 @@ class Row:
 
     @property
     def companions(self) -> list[str]:
-        """The arms that only its metrics show."""
+        """Arms without a row of their own, which its metrics read."""
         return [arm for arm in (self.tokens, self.measured_time, self.more_tokens) if arm]
 
 
@@ -70,11 +70,11 @@ def rows(text: str, *more: str, **shared: Any) -> tuple[Row, ...]:
 
 
 Curves = Mapping[str, Mapping[str, tuple[str, str]]]
-"""Lines of a panel by name: arm and metric of each tick."""
+"""Lines of a panel by name: for each tick, the arm and the metric of its point."""
 
 
 def curves(ticks: Mapping[str, str], lines: Mapping[str, tuple[str, str]]) -> Curves:
-    """Return the lines of a panel from arms and metrics in which "*" stands for the text of a tick, by its label."""
+    """Return the lines of a panel; in their arms and metrics "*" stands for each tick, which `ticks` has by label."""
     return {
         line: {label: (arm.replace("*", tick), metric.replace("*", tick)) for label, tick in ticks.items()}
         for line, (arm, metric) in lines.items()
@@ -115,7 +115,7 @@ class Recipe:
     also: tuple[str, ...] = ()
     """Labels of further tables, figures and sections of the paper that its numbers are from."""
     quoted: tuple[str, ...] = ()
-    """Its labels that it only quotes numbers from, while other recipes repeat them."""
+    """Those of its labels that it only quotes: other recipes repeat their measurements."""
     notes: tuple[str, ...] = ()
     seeds: int | None = None
     """Number of seeds to run, from the first of the scale's on; None runs them all."""
@@ -155,8 +155,8 @@ class Recipe:
         """Return the records of its measurements below a scale's folder, by measurement."""
         records = {}
         for each in self.measurements:
-            place = each.file(folder, self.name, scale_named(scale).base, 0).parent
-            # Partial records lie beside them, as seed-1337.partial.json.
+            place = each.file(folder, self.name, scale_named(scale).base, 0).parent  # the same for any seed
+            # Partial records lie beside the complete ones, as seed-1337.partial.json.
             if files := [path for path in sorted(place.glob("*.json")) if re.fullmatch(r"seed-\d+|once", path.stem)]:
                 records[each.name] = [read_result(path) for path in files]
         return records

@@ -46,7 +46,7 @@ RECIPES: dict[str, dict[str, tuple[str, ...]]] = {
     "tasks": {"small-75M-stages": ("stages",)},
     "pretrained": {"small": ("pretrained",)},
 }
-"""Recipes of a page, by scale: a folder of results/ with their runs."""
+"""Recipes of each page, by scale. A scale's runs are in the folder of results/ with its name."""
 BENCHMARKS = {
     "updates": {
         "update": "Updates: speed",
@@ -300,7 +300,7 @@ def _committed_benchmarks(kind: str, section: str, records: list[Record]) -> Ite
 def _measured(
     each: Measurement, measured: Mapping[str, list[Any]], recipe: Recipe, heading: str, where: Mapping[str, str]
 ) -> Iterator[Block]:
-    """Yield the tables of a recipe's analysis, or those of a benchmark and its peak memory; of each seed's record."""
+    """Yield the tables of each record, one a seed, of a recipe's measurement: an analysis, or a benchmark."""
     records = measured.get(each.name, [])
     for record in records:
         kind, seed = record["kind"], f", seed {record['experiment']['seed']}" if len(records) > 1 else ""
@@ -321,7 +321,7 @@ def _measured(
 
 
 def _benchmark_block(frame: pd.DataFrame, columns: Mapping[str, str], **others: Any) -> Block:
-    """Return the block of a table of benchmarks, of which its page shows `columns`, by rate."""
+    """Return a block with all of a table of benchmarks; its page shows `columns` alone, by rate."""
     return Block(frame=frame, page=_by_rate(frame, columns), **others)
 
 
@@ -392,10 +392,11 @@ def _linear(path: Path) -> Iterator[Block]:
     shares, costs = [], {"ordinary, cuDNN": {}, "frozen, compact": {}, "frozen, linear time": {}}
     for row in sorted(record["rows"], key=lambda row: (row["length"], -row["heads"], row["batch"])):
         length, tokens, best = row["length"], row["length"] * row["batch"], min(each["both"] for each in row["linear"])
+        # Pairs are the microseconds of the forward pass, and of forward and backward.
         times = dict(zip(costs, (row["cudnn"][1], row["toeplitz"][1], best), strict=True))
         share = {name: f"{time / row['cudnn'][1]:.4f}" for name, time in list(times.items())[1:]}
         shares.append({"point": f"{length}x{row['batch']}, {row['heads']} heads", **share})
-        # As many tokens at every length, so that only the context differs.
+        # 32K tokens at every length, so that only the context differs; a sequence of 64K alone has more.
         if row["heads"] == 6 and tokens in (2**15, 2**16):
             for name, time in times.items():
                 costs[name][length] = 1e3 * time / tokens

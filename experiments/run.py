@@ -51,7 +51,7 @@ class Run:
     seed: int
     root: Path
     needs: Mapping[str, "Run"]
-    """By role: parent, match, heads, like."""
+    """The runs that must end before it begins, by role: parent, match, heads, like (fields of `Arm`)."""
 
     @property
     def key(self) -> Key:
@@ -77,12 +77,13 @@ class Run:
             batches = self.scale.batches(self.arm.context)
             own = merge({name: value for name, value in batches.items() if name != "updates"}, own)
         elif self.arm.extra_updates:
+            # Updates beyond the parent's have rates of their own: the schedule begins at the branch.
             before = self.needs["parent"].updates
             own = {"updates": before + round(self.arm.extra_updates * before), "lr_start": self.step, **own}
-        # Events that fit patterns, by a fitter that the arm leaves open, take the scale's.
+        # An event that fits patterns takes the scale's fitter, unless the arm sets options of one. No event fits none.
         event = own.get("freeze", {"operation": "prune"})
-        is_open = event.get("operation") != "prune" and "fitter_options" not in event
-        if is_open and unfitted_reason(event.get("storage", "compact"), event.get("pattern", "mean")) is None:
+        takes_scale = event.get("operation") != "prune" and "fitter_options" not in event
+        if takes_scale and unfitted_reason(event.get("storage", "compact"), event.get("pattern", "mean")) is None:
             own["freeze"] = {**self.scale.freeze, **event}
         return to_json(own)
 
@@ -155,24 +156,24 @@ def _check_settings(run: Run) -> None:
     """Raise InputError for unknown settings of an arm, before its parent is trained."""
     event = run.changes.get("freeze", {})
     known = {*_OWN_SETTINGS, *(each.name for kind in (TrainConfig, FinetuneSettings) for each in fields(kind))}
-    for words, settings, names in (
+    for prefix, settings, names in (
         ("", run.changes, known),
         ("freeze.", event, {each.name for each in fields(FreezeConfig)}),
     ):
         if unknown := [name for name in settings if name not in names]:
             near = did_you_mean(unknown[0], names)
-            raise InputError(f"arm {run.arm.name!r} has no setting {words}{unknown[0]}{near}")
-    # Stands for heads that are not known yet: beside them other settings have no effect, and are refused.
+            raise InputError(f"arm {run.arm.name!r} has no setting {prefix}{unknown[0]}{near}")
+    # Stands for heads that are not known yet: FreezeConfig refuses settings that have no effect on named heads.
     heads: dict[str, Any] = {"heads": ((0, 0),)} if "heads" in run.needs else {}
     FreezeConfig(**event, **heads)
     if "schedule" in run.changes:
         schedule_from_dict(run.changes["schedule"])
 
 
-def plan(wanted: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
-    """Return the runs of arms and seeds with all that they need, what is needed first.
+def plan(keys: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
+    """Return the runs of arms and seeds, and those that they need, each after its own needs.
 
-    Raises InputError for an arm that there is not, or one with settings that no run takes.
+    Raises InputError for an unknown arm, or an arm with unknown settings.
     """
     runs: dict[Key, Run] = {}
 
@@ -188,7 +189,7 @@ def plan(wanted: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
             _check_settings(run)
         return runs[arm.name, seed]
 
-    for name, seed in wanted:
+    for name, seed in keys:
         add(name, seed)
     return runs
 
@@ -215,7 +216,7 @@ def config_of(run: Run, inputs: Inputs) -> TrainConfig:
         own |= _matched_budget(run, parent)
     if run.arm.reseed:
         own["seed"] = run.seed + run.arm.reseed
-    # Whatever continues from a branch begins at its end.
+    # Runs that continue this one begin at its end, so its last checkpoint is enough.
     return continue_from(parent, out=str(run.folder), keep=1, **own)
 
 
@@ -231,7 +232,7 @@ def _matched_budget(run: Run, parent: Checkpoint) -> dict[str, Any]:
     reference = run.needs["match"]
     speed, charge = run.changes.get("match_speed"), run.changes.get("match_charge_seconds", 0.0)
     if speed is not None:
-        # The charge is a share of the whole run, whose first half the arms have in common.
+        # The charge is in seconds of the paper's whole run, so it becomes a share of all updates, not of those left.
         left, charged = reference.updates - parent.update, reference.updates * charge / PAPER_SECONDS
         return {"update_budget": int(speed * (left - charged))}
     before = parent.state["elapsed"]
@@ -290,7 +291,7 @@ def train(run: Run, inputs: Inputs) -> bool:
             result = finetune(config_of(run, inputs), epochs=run.changes.get("epochs"), resume=choosing)
         if "stopped_at" in result:
             return False
-    # A run that was killed between its end and this line has a result.json without it.
+    # A run that was killed between its end and this line has a result.json without "experiment".
     experiment = {"scale": run.scale.name, "arm": run.arm.name, "seed": run.seed, "settings": run.changes}
     complete_record(run.folder, experiment)
     return True
@@ -318,7 +319,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
     """
     pending = {key: run for key, run in runs.items() if run.record() is None}
     outcome, total = Outcome(), len(pending)
-    devices, lanes = visible_devices(), list(range(jobs))
+    devices, lanes = visible_devices(), list(range(jobs))  # free lanes; each trains one run at a time, on its own GPU
     active: dict[Future[str | None], tuple[Run, int, float]] = {}
     with StopRequest() as stop, ThreadPoolExecutor(jobs) as pool:
         while pending or active:

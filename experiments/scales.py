@@ -59,12 +59,11 @@ class Scale:
 
 
 _SHORT: Settings = {
-    # Warm-up is a share, so that longer runs of a scale warm up in proportion.
     "peak_lr": 1e-3, "min_lr_ratio": 0.1, "warmup": 0.1, "accumulation": 1,
     # Intervals need the losses of windows alone, not those of tokens.
     "log_every": 200, "eval_every": 0, "save_every": 0, "token_losses": False, "calibration_sequences": 32,
 }  # fmt: skip
-"""For runs shorter than the paper's: their warm-up is a share of their updates."""
+"""For runs shorter than the paper's. Warm-up is a share of the updates, so longer runs warm up in proportion."""
 _PAPER: Settings = {
     # The paper's app:controlled-pretraining-details. Its controls have other batches and another data order:
     # `CONTROLS` in arms.py.

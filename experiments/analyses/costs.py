@@ -250,11 +250,11 @@ class JointCost(ModelAnalysis):
         """
         sets = {"first": HeadSet(read_heads(self.first)), "second": HeadSet(read_heads(self.second))}
         # A head of both sets is fitted once, and has one pattern in both.
-        both = sets["first"] | sets["second"]
-        measurable_heads(adapter_for(opened.model), both)  # raises for heads that cannot be frozen
+        union = sets["first"] | sets["second"]
+        measurable_heads(adapter_for(opened.model), union)  # raises for heads that cannot be frozen
         ids, windows = opened.calibration(), opened.windows(self.skip + self.windows)[self.skip :]
         statistics, config = calibrate(opened.model, ids), FreezeConfig(storage="compact", fitter=self.fitter)
-        fits = fit_heads(opened.model, ids, statistics, both, config, Stopwatch())
+        fits = fit_heads(opened.model, ids, statistics, union, config, Stopwatch())
         meter = CostMeter(opened.model, windows, batch_size=self.batch_size)
         patterns = {head: each.pattern for head, each in fits.items() if each.pattern is not None}
         losses = {name: meter.losses(heads, patterns) for name, heads in sets.items()}

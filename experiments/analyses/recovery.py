@@ -41,7 +41,7 @@ class Recovery(Analysis):
         ordinary = _metrics(self.ordinary)
         curves = [_curve(self, ordinary, path) for path in self.runs]
         files = {f"run {place}": path / METRICS for place, path in enumerate((self.ordinary, *self.runs))}
-        # A run that was frozen after its last update has none of its own.
+        # A run that was frozen after the last update did no update: it has no metrics.
         head = self.header(files={role: path for role, path in files.items() if path.is_file()})
         return {**head, "window": self.window, "after": self.after, "runs": curves}
 
@@ -89,12 +89,12 @@ def _curve(settings: Recovery, ordinary: pd.DataFrame, path: Path) -> dict[str, 
     if begin != last:
         both = _metrics(path).merge(ordinary, left_index=True, right_index=True, suffixes=("", "_ordinary"))
         both = both.loc[begin + 1 :]
-        # Both losses must be of the same minibatch.
+        # Both losses must be of the same minibatch, or the gap would be one of data.
         if (both["tokens"] != both["tokens_ordinary"]).any():
             raise InputError(f"{path} and {settings.ordinary} differ in tokens at the same update")
         # An even window has one value more before than after.
         gap = (both["loss"] - both["loss_ordinary"]).rolling(settings.window, center=True, min_periods=1).mean()
-    before, later = event.values.get("loss_before"), event.values.get("loss_after")
+    before, after = event.values.get("loss_before"), event.values.get("loss_after")
     # Thousands of points a curve would make the record larger than its figure needs.
     points = gap.iloc[:: max(1, -(-len(gap) // MAX_POINTS))]
     return {
@@ -102,7 +102,7 @@ def _curve(settings: Recovery, ordinary: pd.DataFrame, path: Path) -> dict[str, 
         "update": begin,
         "share": begin / last,
         "heads": len(event.heads),
-        "at_once": None if before is None or later is None else 100.0 * expm1(later - before),
+        "at_once": None if before is None or after is None else 100.0 * expm1(after - before),
         "gap_after": gap.get(begin + settings.after),
         "gap_at_end": None if gap.empty else float(gap.iloc[-1]),
         "updates": points.index.tolist(),

@@ -29,7 +29,7 @@ RECIPES["one_head"] = Recipe(
             small=_OWN_FITTER,
             smoke={"max_fit_kl": 10.0},
         ),
-        # The paper counts and profiles the heads of its three control runs, and costs those of the first quality run.
+        # The paper profiles heads in its three control runs, but measures their cost in the first quality run.
         Measurement(
             "profiles",
             PROFILES,
@@ -100,20 +100,20 @@ _SELECTED = {
 
 
 def _overlap(name: str, first: str, second: str, quoted: dict[str, str]) -> Measurement:
-    columns = (
+    columns = (  # title, name in our record and in `quoted`, decimals
         ("heads in both", "overlap", 1),
         ("expected by chance", "expected", 1),
         ("rank correlation", "rank_correlation", 3),
     )
     numbers = [
-        Number(f"{title}, {first} and {second}", (path,), quoted.get(path), places) for title, path, places in columns
+        Number(f"{title}, {first} and {second}", (key,), quoted.get(key), places) for title, key, places in columns
     ]
     return Measurement(name, STABILITY, (run_of(_SELECTED[first]), run_of(_SELECTED[second])), numbers=numbers)
 
 
 def _profiled(moment: str, at: float, quoted: str | None = None) -> Measurement:
     """Return profiles of the ordinary run on windows that are the same at every moment."""
-    # The end of training is measured first, and earlier moments read its record.
+    # Moments with a number of the paper are compared with the end of training, whose record is made first.
     settings = {"windows": 128} | ({"later": record_of("profiles at the end")} if quoted else {})
     title = f"rank correlation on common windows, {moment} and at the end"
     numbers = (Number(title, ("variance_ranks",), quoted),) if quoted else ()
@@ -224,7 +224,7 @@ def _qwen_numbers() -> list[Number]:
                     paper=line[arm],
                     places=places,
                     signed="change" in line["of"],
-                    # Of these numbers those at two decimals are shares in our record.
+                    # Our record has shares where the paper has percentages, which alone are at two decimals.
                     scale=100.0 if places == 2 else 1.0,
                 )
             )

@@ -26,7 +26,7 @@ def _timed_numbers(task: str, rate: float) -> list[Number]:
     columns = [("ratio", "speedup", "speedup", 3), ("arm_ms", "update, ms", "update", 2)]
     if rate == 0.25:
         columns.append(("baseline_ms", "ordinary update, ms", "ordinary", 2))
-    path = ("memory", {"backend": "toeplitz", "rate": rate}, "change_percent")
+    path = ("memory", entry, "change_percent")
     return [
         *(
             Number(f"{title}, {words}", ("rows", {**entry, "refused": False}, name), papers[key], decimals, of="mean")
@@ -254,8 +254,8 @@ _RECALL_MODELS = {model: _MODELS[model] for model in LATER_ARMS}
 def _recall_figure(models: Mapping[str, str], learnt: str, replaced: str) -> Figure:
     """Return the figure of recall by pairs in 512 tokens, the paper's fig:mqar-generalisation.
 
-    `models` are the words of each line. In `learnt`, the name of arms that learnt recall with the heads they have, and
-    in `replaced`, of those whose heads were replaced after learning, without further training, "{}" is the model.
+    `models` has the label of each model's line. `learnt` and `replaced` name arms, with "{}" for the model: those that
+    learnt recall with these heads, and those whose heads were replaced after learning, without further training.
     """
     ticks = {str(pairs): str(pairs) for length, pairs in RECALL if length == 512}
     panels = {"learnt with these heads": learnt, "heads replaced after learning, untrained": replaced}
@@ -271,9 +271,9 @@ def _recall_figure(models: Mapping[str, str], learnt: str, replaced: str) -> Fig
 
 
 def _recalled(arm: str, label: str, text: str) -> Iterator[Row]:
-    """Yield a row for each model of the paper's table, which has a line for each test: tokens and pairs.
+    """Yield a row for each model, a column of the paper's table `text`; its lines are tests, tokens and pairs.
 
-    In names of arms and in labels "{}" is the model.
+    `arm` and `label` have "{}" for the model.
     """
     tests = lines(text)
     for model in (name for name in tests[0] if name != "test"):
