@@ -1,8 +1,8 @@
 """`measure_by_kernel` measures a layer in Triton: a program takes one tile of the pattern through all sequences.
 
-A first kernel computes row log-sum-exps, a second one visits every causal tile once. Names are those of
-saf/ops/launch.py. The D channels are loaded in two parts, D0 and D1, padded to powers of two. Logarithms are to
-base 2. docs/method.md, section 9, has the algorithm.
+A first kernel computes row log-sum-exps, a second one visits every causal tile once. Letters in names are those of
+saf/ops/launch.py. The D channels are loaded in two parts, D0 and D1, padded to powers of two. Logarithms are to base 2.
+docs/method.md, section 9, has the algorithm.
 """
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportIndexIssue=false, reportOperatorIssue=false
 # The device language's constants and ranges are not what their annotations say.
@@ -71,12 +71,12 @@ def measure_by_kernel(
         weight = 1 / _midrange(normaliser, config.block_m)
         etas[0, :, :length] += (sums.columns * weight[..., None]).sum(1)
         diagonals = (sums.diagonals * weight[..., None, None, None]).sum(1)  # [heads, R + 1, J, block_k]
-        # diagonals[:, turn, place] has the sums of block_k distances, from (place + turn - R) * block_k on; those of
-        # negative distances are empty.
-        by_distance = diagonals.new_zeros(heads, band.stop * ratio + ratio + 1, config.block_k)
+        # diagonals[:, turn, place] has the sums of block_k distances, from (place + turn - R) * block_k on. The first R
+        # blocks of `by_distance` are of negative distances, beyond the diagonal: they are zero, and left out.
+        by_distance = diagonals.new_zeros(heads, band.stop * ratio + ratio, config.block_k)
         for turn in range(ratio + 1):
             by_distance[:, turn : turn + band.stop * ratio] += diagonals[:, turn]
-        etas[1, :, : band.stop * config.block_m] += by_distance[:, ratio:-1].flatten(1)
+        etas[1, :, : band.stop * config.block_m] += by_distance[:, ratio:].flatten(1)
     return LayerStatistics(
         variance=scores[0] / (max(count - 1, 1) * length**2),  # Eq. (1)
         forward_kl=scores[1] * (math.log(2) / (count * length)),  # Eq. (2)
@@ -104,21 +104,21 @@ def _sum_tiles(
 ) -> BandSums:
     """Sum the tiles below the diagonal, then those on it."""
     count, heads, length, _ = operands[0].shape
-    rows, ratio, blocks, device = config.block_m, config.block_m // config.block_k, len(band), operands[0].device
-    across, keys = ratio * blocks, ratio * band.stop
-    below = sum(ratio * block for block in band)
+    block_m, ratio, blocks, device = config.block_m, config.block_m // config.block_k, len(band), operands[0].device
+    num_k = ratio * band.stop  # key blocks up to the end of the band
+    below, across = sum(ratio * block for block in band), ratio * blocks  # tiles below the diagonal, and on it
     scalar = torch.zeros(2, heads, below + across, device=device)
-    row = torch.zeros(2, heads, keys, blocks * rows, device=device)
+    row = torch.zeros(2, heads, num_k, blocks * block_m, device=device)
     column = torch.zeros(heads, blocks, length, device=device)
-    diagonal = torch.zeros(heads, blocks, ratio + 1, keys, config.block_k, device=device)
+    diagonal = torch.zeros(heads, blocks, ratio + 1, num_k, config.block_k, device=device)
     # Two launches, since tiles on the diagonal compare positions and the many below it do not.
     for diagonals, tiles, offset in ((False, below, 0), (True, across, below)):
         if tiles:
             launch(
                 tile_kernel, (tiles, heads), *operands, scalar, row, column, diagonal, count, FLOOR,
-                band.start, blocks, keys, offset, below + across, *sizes, **options, DIAGONAL=diagonals,
+                band.start, blocks, num_k, offset, below + across, *sizes, **options, DIAGONAL=diagonals,
             )  # fmt: skip
-    row = row[..., : length - band.start * rows]
+    row = row[..., : length - band.start * block_m]
     return BandSums(scalar.sum(-1, dtype=torch.float64), row.sum(2, dtype=torch.float64), column, diagonal)
 
 
@@ -281,7 +281,7 @@ def _write_marginals(
     """Write sums over rows, columns and diagonals of a tile of the floored mean."""
     RATIO: tl.constexpr = BM // BK
     i_band = i_m - first
-    # tl.maximum would turn NaN into the floor.
+    # Not tl.maximum, which would turn NaN into the floor.
     b_f = tl.where(b_mean < floor, floor, b_mean)
     p_row = row_ptr + (i_h * num_k + i_k) * (num_m * BM) + (o_m - first * BM)
     tl.store(p_row + tl.cast(H, tl.int64) * num_k * (num_m * BM), tl.sum(tl.where(inside, b_f * tl.log2(b_f), 0.0), 1))
@@ -329,7 +329,7 @@ def tile_kernel(
     D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EVEN: tl.constexpr,
     DIAGONAL: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Sum one tile of one head over all sequences; deviations are from the first one's pattern, held in registers.
+    """Sum one tile of one head over all sequences; deviations are from the first one's pattern A_0, in registers.
 
     The tiles are those of the band of `num_m` row blocks from `first` on, with the `num_k` key blocks up to its end.
     Writes sums over the tile: of squared deviations from the mean and of A log(A / mean), `scalar [2, H, tiles]`;
@@ -357,12 +357,12 @@ def tile_kernel(
     if DIAGONAL:
         b_l0 = tl.where(causal, b_l0, -FAR)
     b_a0 = tl.exp2(b_l0)
-    # Where A_0 vanishes any value of its logarithm cancels between both sums, and a small one keeps their digits.
-    # tl.maximum would turn NaN into a number.
+    # Where A_0 is zero, its logarithm cancels between `gain` and log(mean / A_0), so any value will do; a large one
+    # would cost digits. Not tl.maximum, which would turn NaN into a number.
     b_l0 = tl.where(b_l0 < LOG_TINY, LOG_TINY, b_l0)
-    total = tl.zeros((BM, BK), dtype=tl.float32)
-    square = tl.zeros((BM,), dtype=tl.float32)
-    gain = tl.zeros((BM,), dtype=tl.float32)
+    total = tl.zeros((BM, BK), dtype=tl.float32)  # sum of A - A_0
+    square = tl.zeros((BM,), dtype=tl.float32)  # sum of its square
+    gain = tl.zeros((BM,), dtype=tl.float32)  # sum of A log2(A / A_0)
     for b in tl.range(1, B, num_stages=STAGES):
         i_b = tl.cast(b, tl.int64)
         b_lse = tl.load(p_lse + i_b * lse_stride, mask=o_m < T, other=FAR)
