@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from saf.calibration import COLLECTIONS
-from saf.errors import InputError, check_keywords, check_name
+from saf.errors import InputError, check_keywords, check_name, shown
 from saf.exponential_fit import fit_exponential_heads
 from saf.fit import check_fitter
 from saf.heads import Head, HeadLayout, HeadSet, head_pairs
@@ -272,6 +272,12 @@ def head_order(scores: Mapping[str | Score, Tensor], config: FreezeConfig, layou
     if matched is not None:
         return Chooser(ranked, match=matched, **limits)
     return Chooser(ranked, count=count, max_per_layer=config.max_per_layer, **limits)
+
+
+def check_config(config: Any) -> None:
+    """Raise InputError for settings that are no FreezeConfig."""
+    if not isinstance(config, FreezeConfig):
+        raise InputError(f"config must be a FreezeConfig, got {shown(config)}: pass saf.FreezeConfig(rate=0.25)")
 
 
 def check_heads(config: FreezeConfig, layouts: Sequence[HeadLayout], *, allow_empty: bool = False) -> None:

@@ -28,10 +28,10 @@ from saf.calibration import (
 )
 from saf.calibration.capture import measurable_heads
 from saf.distributed import all_ranks_or_raise, on_rank0
-from saf.errors import InputError, LengthWarning, LossError, SafWarning, SelectionError, UnsupportedError, shown
+from saf.errors import InputError, LengthWarning, LossError, SafWarning, SelectionError, UnsupportedError
 from saf.exponential_fit import ExponentialFit, fit_exponential_heads
 from saf.fit import fit_kl, fit_with_certificate
-from saf.freeze_config import FreezeConfig, check_heads, head_order
+from saf.freeze_config import FreezeConfig, check_config, check_heads, head_order
 from saf.freeze_report import FittedHead, FreezeReport
 from saf.heads import EDITED, Head, HeadSet
 from saf.heldout import GUARD_SEQUENCES, MAX_RISE, LossChange, Trial, choose_jointly, halves, worst_layer
@@ -102,9 +102,7 @@ def freeze_(
         LossError: A rise of held-out perplexity that is not accepted. The model is as it was.
     """
     config = FreezeConfig() if config is None else config
-    # Checked, as the default takes None's place alone: 0 or {} would otherwise freeze a quarter of the heads.
-    if not isinstance(config, FreezeConfig):
-        raise InputError(f"config must be a FreezeConfig, got {shown(config)}: pass saf.FreezeConfig(rate=0.25)")
+    check_config(config)  # the default takes None's place alone: 0 or {} would freeze a quarter of the heads
     adapter = check_editable(model, optimizer)  # now, not after the whole measurement
     timer = Stopwatch(adapter.device)
 

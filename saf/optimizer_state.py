@@ -160,6 +160,8 @@ def check_can_add_logits(optimizer: Optimizer | None, weight: Tensor) -> None:
     if optimizer is None:
         return
     source = _group_of(optimizer, weight)
+    if "param_names" in source:
+        raise UnsupportedError("an optimizer of named parameters cannot take patterns; make it of model.parameters()")
     if _group_without_decay(optimizer, source) is None and _scheduled(optimizer):
         raise UnsupportedError(
             "a learning-rate scheduler counts this optimizer's groups, and trainable patterns need one without weight "

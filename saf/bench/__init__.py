@@ -11,5 +11,8 @@ from saf.bench.layer import Op
 from saf.bench.models import Decode, Prefill, Update
 from saf.bench.protocol import Speed, measure
 
+__all__ = ["KINDS", "Benchmark", "Decode", "Op", "Prefill", "Speed", "Update", "measure"]
+
+
 Benchmark = Update | Prefill | Decode | Op
 KINDS: dict[str, type[Speed]] = {cls.kind: cls for cls in (Update, Prefill, Decode, Op)}

@@ -13,3 +13,8 @@ from saf.data.loader import (
 )
 from saf.data.prepare import PrepareConfig, prepare
 from saf.data.tokenizer import Tokenizer, train_bpe
+
+__all__ = [
+    "PARTITIONS", "PrepareConfig", "TextData", "TokenData", "Tokenizer", "calibration_windows", "check_separate",
+    "prepare", "prepend_token", "random_windows", "sequential_windows", "shuffled_windows", "train_bpe",
+]  # fmt: skip

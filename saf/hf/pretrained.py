@@ -104,7 +104,10 @@ def _edited_adapter(model: Any) -> Adapter | None:
     if not edited or getattr(model, _PEFT, False):
         return None
     adapter = language_model(model)
-    return adapter if adapter.sites() else None
+    if not adapter.sites():
+        return None
+    adapter.check_attention()  # weights within adapters of peft would be saved by names that no folder opens with
+    return adapter
 
 
 # --- opening

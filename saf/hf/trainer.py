@@ -28,7 +28,7 @@ from transformers.trainer_callback import ExportableState, TrainerCallback, Trai
 from saf.calibration import read_batches, read_sequences
 from saf.distributed import on_rank0
 from saf.errors import CheckpointError, InputError, LossError, UnsupportedError
-from saf.freeze_config import FreezeConfig
+from saf.freeze_config import FreezeConfig, check_config
 from saf.freezing import check_event
 from saf.frozen_state import STATE_FILE, TENSORS_FILE, read_description, restore_
 from saf.heads import EDITED
@@ -75,6 +75,7 @@ class FreezeCallback(TrainerCallback, ExportableState):
             accept_loss: Keep an event after the last update that raises perplexity on `heldout` by more than 5%.
                 Otherwise the event is undone, and `train` raises LossError once everything is saved.
         """
+        check_config(config)
         self.config = config
         self.schedule: Schedule = OneTime() if schedule is None else schedule
         self.trainer: Any = None

@@ -29,3 +29,8 @@ from saf.ops.attention import (
 )
 from saf.ops.frozen_heads import BACKENDS, FrozenHeads, choose_backend, explain, for_graphs
 from saf.ops.live import live_attention
+
+__all__ = [
+    "BACKENDS", "FrozenHeads", "attention_parts", "attention_products", "choose_backend", "explain", "for_graphs",
+    "frozen_attention", "live_attention", "mixed_attention", "summed",
+]  # fmt: skip

@@ -7,6 +7,11 @@ from saf.tasks.mqar import MQARSettings, MQARTask
 from saf.tasks.multiple_choice import EXAMPLE_FORMATS, FinetuneSettings, FinetuneTask
 from saf.tasks.text import TextTask, evaluate_perplexity
 
+__all__ = [
+    "TASKS", "FinetuneSettings", "FinetuneTask", "MQARSettings", "MQARTask", "Task", "TextTask", "evaluate_perplexity",
+]  # fmt: skip
+
+
 TASKS: dict[str, Callable[..., Task]] = {
     TextTask.name: TextTask,
     MQARTask.name: MQARTask,

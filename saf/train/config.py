@@ -188,6 +188,7 @@ class TrainConfig:
         used = self.task == MQARTask.name or self.mqar == MQARSettings()
         yield "mqar", used, f"left out without task={MQARTask.name!r}"
         yield "fresh", self.parent is not None or not self.fresh, "False without a parent"
+        yield "freeze", freeze is None or isinstance(freeze, FreezeConfig), "a FreezeConfig"
         yield "schedule", freeze is None or self.schedule is not None, "a schedule when freezing"
         joint = freeze is not None and freeze.uses_joint_cost
         yield "freeze", not joint, "without joint cost: use the schedule validation_budget"

@@ -147,6 +147,7 @@ def test_it_goes_on_from_ordinary_training_and_a_frozen_model_trains_without_it(
 
 
 REFUSED = {
+    "rate": (InputError, lambda: callback(config=0.25), {}),
     "heldout": (InputError, lambda: callback(saf.ValidationBudget()), {}),
     "budget": (InputError, lambda: callback(config=saf.FreezeConfig(budget=0.1)), {}),
     "logging": (InputError, lambda: callback(saf.TrainLoss()), {"logging_steps": 2}),

@@ -145,9 +145,11 @@ def test_what_cannot_be_trained_is_refused_and_changes_nothing():
     model, trainer = make()
     before, groups = snapshot(model, trainer), groups_of(trainer)
     stored = DensePattern(patterns(3).dense())
+    named = torch.optim.AdamW(model.named_parameters(), lr=1e-2)
     for fixed, options, message in [
         (stored, {"optimizer": trainer}, "only key and distance logits can be trained, a DensePattern has none"),
         (patterns(3), {"optimizer": trainer, "backend": "fused"}, "no gradients for key and distance logits"),
+        (patterns(3), {"optimizer": named}, "named parameters"),
     ]:
         with pytest.raises(UnsupportedError, match=message):
             install_(model, SOME, fixed, **options, trainable=True)
