@@ -1,10 +1,10 @@
-"""Does freezing pay on this device, for this model, at these lengths? Four benchmarks by one paired protocol.
+"""Does freezing pay on this device, for this model, at these lengths? Four benchmarks answer by one paired protocol.
 
     >>> record = saf.bench.measure(saf.bench.Prefill(model="path/to/folder", points=("4096x8",)))  # doctest: +SKIP
     >>> [(row["arm"], row["ratio"]) for row in record["rows"] if not row["refused"]]  # doctest: +SKIP
 
-The point "4096x8" is a context of 4,096 tokens times 8 sequences. `Update`, `Prefill`, `Decode` and `Op` are the
-settings of the four, `Speed` is their base class; `saf.bench.record` describes the record.
+The point "4096x8" is a context of 4,096 tokens times 8 sequences. `Update`, `Prefill`, `Decode` and `Op` have the
+settings of one benchmark each, `Speed` is their base class; `saf.bench.record` describes the record.
 """
 
 from saf.bench.layer import Op

@@ -1,4 +1,4 @@
-"""The record of a benchmark while it is measured (`Session`), and the kernels that it lists.
+"""`Session` holds the record of a benchmark while it is measured; `kernels_of` lists the kernels that a call runs.
 
 A record is one JSON object with the header of every result (`saf.records.result`) and
 
@@ -94,15 +94,15 @@ class Session:
         self.save()
 
     def skip_failed(self, what: str, error: Exception, *, why: str = "") -> None:
-        """Record an error that every rank has as the reason why `what` is left out; raise one that others lack."""
-        # They wait for this rank in an exchange of gradients, for ever if it went on: they end when it does.
+        """Leave `what` out for an error that every rank raised; raise an error that other ranks do not have."""
+        # The others wait for this rank's gradients, for ever if it went on; when it ends by the error, they end too.
         if rank_and_size()[1] > 1 and not is_shared(error):
             raise error
         message = (str(error).strip() or "no reason given").splitlines()[0][:200]
         self.skip(what, f"{why}{type(error).__name__}: {message}")
 
     def add_kernels(self, entry: Row, kernels: Sequence[Row], *, pinned: str) -> None:
-        """Record the kernels of one pass of an arm beside the entries that name it; `pinned` should be among them."""
+        """Record the kernels of one pass of an arm, which `entry` names; warn where `pinned` is not among them."""
         seen = kernel_seen(pinned, kernels, self.execution.device)
         names = [each["name"] for each in kernels if any(part in each["name"].lower() for part in ATTENTION)]
         self.kernels.append({**entry, "kernel_seen": seen, "attention": names, "kernels": kernels})
@@ -164,7 +164,7 @@ def kernels_of(call: Call, device: torch.device) -> list[Row]:
 
 
 def kernel_seen(kernel: str, kernels: Sequence[Mapping[str, Any]], device: torch.device) -> bool | None:
-    """Return whether the pinned kernel is among those that ran; None where nothing was recorded or pinned."""
+    """Return whether the pinned `kernel` is among those that ran; None where nothing was recorded or pinned."""
     if device.type != "cuda" or not kernels or kernel not in MARKS:
         return None
     names = [entry["name"].lower() for entry in kernels]

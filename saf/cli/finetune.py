@@ -22,8 +22,8 @@ from saf.train.finetune import finetune, finetune_defaults, pending_choice, sett
 class Command(TrainFlags):
     r"""Finetune a checkpoint on a task, in a folder of its own, and measure its accuracy.
 
-    The ordinary model, which chooses the number of epochs, from 1 to 5, on a share of the training file; then another
-    arm with the same examples, order and updates:
+    Finetune the ordinary model, which chooses 1 to 5 epochs by a share of the training file. Then finetune another arm
+    with the same examples, order and updates:
 
       $ saf finetune --task train.jsonl --test test.jsonl \
             --parent runs/ordinary --out runs/own
@@ -57,7 +57,7 @@ class Command(TrainFlags):
         return pretrain(self.config, resume=self.resume and has_begun)
 
 
-_OF_TASK = ("batch_size", "updates", "peak_lr")  # known once the task is: their defaults are its
+_OF_TASK = ("batch_size", "updates", "peak_lr")  # their defaults depend on the task: no help shows them without one
 HELP_FIELDS = {
     Command: (
         "data", "out", "parent", "resume", "task", "examples", "epochs", "like", *_OF_TASK,
@@ -94,8 +94,8 @@ def parse_words(words: Sequence[str]) -> Command:
     changes = changes_of(flags, default) | {"parent": base["parent"]}
     if config.task == MQARTask.name:
         if flags.examples != examples:
-            raise InputError("--test and what belongs to files of examples have no effect on mqar; leave them out")
-        # The task's recovery updates to report at, without those that a shorter run does not reach.
+            raise InputError("--test and other flags for files of examples have no effect on mqar; leave them out")
+        # The defaults were chosen for the task's own number of updates: a shorter run does not reach all reports.
         updates = changes.get("updates", config.updates)
         reports = changes.get("report_at", config.report_at)
         changes["report_at"] = tuple(update for update in reports if update <= updates)

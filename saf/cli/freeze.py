@@ -20,7 +20,7 @@ NEXT_STEPS = {
     "measuring": "measuring the loss of the chosen heads, then writing the model",
     "healing": "measuring the loss, then writing the model",
 }
-"""The work without a counter that follows the part of the work with this verb."""
+"""What follows each part of the work that has a progress bar, by the bar's verb; it has no bar itself."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -73,7 +73,7 @@ def _render(
         colours=colours,
         headline=headline(runs, comparisons),
         warnings=[f"{each.name} {warning}" for each in comparisons for warning in each.warnings],
-        maps=[_map(run, name, number, several=len(edited) > 1) for number, (run, name) in enumerate(edited)],
+        maps=[_map(run, name, index, several=len(edited) > 1) for index, (run, name) in enumerate(edited)],
         curve=Markup(figures.loss(*zip(*trained, strict=True))) if trained else None,
         tables=tables,
         provenance=_provenance(runs, names),
@@ -115,7 +115,7 @@ def _own_headline(run: RecordedRun) -> str:
 # --- heads
 
 
-def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[str, Any]:
+def _map(run: RecordedRun, name: str, index: int, *, several: bool) -> dict[str, Any]:
     freeze = run.freeze_report or {}
     kls, rejected = ({tuple(head): kl for *head, kl in freeze.get(key, ())} for key in ("fit_kl", "rejected"))
     config, event, sequences = freeze.get("config") or {}, run.newest_freeze, freeze.get("num_sequences")
@@ -140,7 +140,7 @@ def _map(run: RecordedRun, name: str, number_of: int, *, several: bool) -> dict[
         "frozen": len(run.frozen_heads),
         "pruned": len(run.pruned_heads),
         "rejected": len(rejected),
-        "picture": Markup(figures.head_map(run, name=f"map-{number_of}")),
+        "picture": Markup(figures.head_map(run, name=f"map-{index}")),
         "facts": Table.facts("", facts),
         "heads": _head_table(run, kls, rejected),
     }
@@ -192,6 +192,7 @@ def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequ
         if "recall" in run.result:
             yield from (replace(each, title=f"{name}: {each.title}") for each in recall_tables(run.finished_result()))
     for each in comparisons:
+        # Changes of perplexity are in the table of arms; changes of accuracy have tables of their own.
         if each.record and each.perplexity is None:
             yield from pair_tables(each.record)
 
@@ -199,8 +200,8 @@ def _tables(runs: Sequence[RecordedRun], names: Sequence[str], comparisons: Sequ
 def _event_row(event: EventRecord) -> list[Any]:
     stands = "yes" if event.undone_by is None else f"undone by event {event.undone_by}"
     took = seconds(sum(event.seconds.values())) if event.seconds else None
-    what = [f"{event.number}: {event.kind}", number(event.update), len(event.heads)]
-    return [*what, _losses(event), stands, took, event.values.get("reason")]
+    title, update = f"{event.number}: {event.kind}", number(event.update)
+    return [title, update, len(event.heads), _losses(event), stands, took, event.values.get("reason")]
 
 
 def _provenance(runs: Sequence[RecordedRun], names: Sequence[str]) -> Table:

@@ -1,4 +1,4 @@
-"""Finetuning as a run: `finetune` trains, `choose_epochs` lets the ordinary model choose its length, settings follow.
+"""`finetune` trains a checkpoint on a task, `choose_epochs` finds its length, `finetune_defaults` has its settings.
 
 Two kinds of task are finetuned on: questions with choices, whose files of examples are read in epochs, and associative
 recall, whose examples are generated and whose number of updates is a setting. Both are runs of `pretrain`.
@@ -37,19 +37,19 @@ def finetune(config: TrainConfig, *, epochs: int | None = None, resume: bool = F
         InputError: Epochs of a task that has none, or others than those of the run to resume; epochs that only an
             ordinary model may choose; both epochs and a budget.
     """
-    examples = config.task != MQARTask.name
-    if not examples and epochs is not None:
+    has_epochs = config.task != MQARTask.name
+    if not has_epochs and epochs is not None:
         raise InputError(f"epochs must be left out with task={config.task!r}, got {epochs}; give updates")
     with process_group(config.device):
         # A folder with config.json has its epochs: the run itself began.
-        if examples and not (Path(config.out) / "config.json").exists():
+        if has_epochs and not (Path(config.out) / "config.json").exists():
             if config.time_budget_seconds is not None or config.update_budget is not None:
                 raise InputError("time_budget_seconds and update_budget must be None with epochs, which fix the length")
             if epochs is None:
                 choice = choose_epochs(config, resume=resume)
                 if "stopped_at" in choice:
                     return choice
-                epochs, resume = int(choice["epochs"]), False
+                epochs, resume = int(choice["epochs"]), False  # what was resumed is the choice; the run begins now
         if epochs is not None:
             config = replace(config, updates=_updates_of_epochs(config, epochs)[0])
         return pretrain(config, resume=resume)
