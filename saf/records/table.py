@@ -1,7 +1,7 @@
 """Numbers, names and `Table` in the form that people read, on a terminal or as Markdown. Every command prints by it."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from textwrap import wrap
 from typing import Any
@@ -176,8 +176,8 @@ class Table:
     def print(self, console: Any = None) -> None:
         """Print the table on the terminal, or on another console of rich.
 
-        Where the terminal is too narrow, texts and headings break between words. Numbers and their intervals do not:
-        the table is then wider than the terminal.
+        Where the terminal is too narrow, texts and headings break between words; numbers and their intervals do not.
+        Columns that do not fit even so follow in further tables with the names of the rows.
         """
         from rich.console import Console
         from rich.text import Text
@@ -186,12 +186,35 @@ class Table:
         width = console.width
         if self.title:
             console.print(Text(plain(self.title), style="bold"))
-        if self.rows:
-            console.width = max(width, sum(self._least(number) + BETWEEN for number in range(len(self.columns))) + 1)
-            console.print(self._rich(console), crop=False)
+        for part in self._parts(width) if self.rows else ():
+            # A column alone may be wider than the terminal, rather than having its numbers split.
+            console.width = max(width, sum(part._widths()) + 1)
+            console.print(part._rich(console), crop=False)
             console.width = width
         for note in self.notes:
             console.print(Text(plain(note), style="dim italic"))
+
+    def _parts(self, width: int) -> Iterator["Table"]:
+        """Yield the table, or where it cannot be that narrow tables of some columns each, with the rows' names."""
+        names, *others = self._widths() or [0]
+        if names + sum(others) < width or not others:
+            yield self
+            return
+        names = max(names, min(max(len(row[0]) for row in self.rows), width // 2) + BETWEEN)
+        groups, room = [], 0
+        for number, needed in enumerate(others, start=1):
+            if needed > room:
+                groups.append([0])
+                room = width - names - 1
+            groups[-1].append(number)
+            room -= needed
+        for group in groups:
+            rows = [tuple(row[number] for number in group) for row in self.rows]
+            filled = tuple(row for row in rows if any(cell != MISSING for cell in row[1:]))
+            yield Table(columns=tuple(self.columns[number] for number in group), rows=filled)
+
+    def _widths(self) -> list[int]:
+        return [self._least(number) + BETWEEN for number in range(len(self.columns))]
 
     def _least(self, number: int) -> int:
         """Return the least width of a column: of its longest word, or of its longest cell where they do not break."""
