@@ -237,8 +237,14 @@ def hash_windows(windows: Tensor) -> str:
 
 
 def window_losses(log_probs: Tensor) -> Tensor:
-    """Average log-probabilities `[windows, T]` to the loss of each window, `[windows]` float64 nats."""
-    return -log_probs.mean(dim=1, dtype=torch.float64)
+    """Average log-probabilities `[windows, T]` to the loss of each window, `[windows]` float64 nats.
+
+    Raises DivergenceError where one is not finite: tables would show it as a window that was not measured.
+    """
+    losses = -log_probs.mean(dim=1, dtype=torch.float64)
+    if bad := int((~losses.isfinite()).sum()):
+        raise DivergenceError(f"the losses of {bad} of {len(losses)} windows are not finite")
+    return losses
 
 
 def write_losses(folder: Path, log_probs: Tensor, *, tokens: bool = True) -> str:

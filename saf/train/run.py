@@ -381,7 +381,7 @@ def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any
     paths = {update: run.report_path(update) for update in sorted(config.report_at)}
     reports = {str(update): read_json(path) for update, path in paths.items() if path.is_file()}
     reports |= {str(run.update): report} if run.update in paths else {}
-    missing = list(_missing(run, events))
+    missing = list(_missing(run, events, reports))
     for difference in missing:
         warnings.warn(difference, SafWarning, stacklevel=4)
     result = {
@@ -404,7 +404,7 @@ def write_result(run: Run, final: Path, report: dict[str, Any]) -> dict[str, Any
     return result
 
 
-def _missing(run: Run, events: list[EventRecord]) -> Iterator[str]:
+def _missing(run: Run, events: list[EventRecord], reports: Mapping[str, Any]) -> Iterator[str]:
     budget, used = run.config.time_budget_seconds or math.inf, run.elapsed.total
     if used > 1.001 * budget:  # updates of the same work differ by a thousandth
         yield f"time: the budget was {budget:.2f} s, and the run used {used:.2f} s"
@@ -415,6 +415,7 @@ def _missing(run: Run, events: list[EventRecord]) -> Iterator[str]:
     # Where the loss decides when events come, there is no `freeze_update`, and no event is due.
     if run.proposer and not run.proposer.finished and run.config.freeze_update is not None:
         yield f"events: the run ended after update {run.update}, before all events of its schedule"
+    yield from (f"reports: none after update {update}" for update in run.config.report_at if str(update) not in reports)
 
 
 def _update_seconds(metrics: list[dict[str, Any]], timed_from: int) -> dict[str, Any] | None:

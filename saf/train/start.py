@@ -1,6 +1,7 @@
 """The start of a training run: `start_run` checks the settings, opens or restores all parts, and writes config.json.
 
-Whatever would fail at the first event is refused here. `FreezeCallback` shares the checks of settings and schedules.
+Whatever would fail at the first update or event is refused here, too little memory too. `FreezeCallback` shares the
+checks of settings and schedules.
 """
 
 import math
@@ -16,21 +17,23 @@ from torch.optim import AdamW
 
 from saf.calibration import COLLECTIONS, QKGradient, read_sequences
 from saf.checkpoint import Checkpoint, latest, open_checkpoint, restore_random_state
+from saf.data.loader import INDEX_FILE
 from saf.distributed import all_gather, all_ranks_or_raise, is_rank0, on_rank0
 from saf.errors import CheckpointError, InputError, UnsupportedError
 from saf.freeze_config import FreezeConfig, check_heads
 from saf.heads import HeadLayout
-from saf.machine import Execution
+from saf.machine import Execution, free_bytes
 from saf.models import GPT, GPTConfig
 from saf.models.adapter import adapter_for, longest_input
 from saf.ops.frozen_heads import choose_backend
 from saf.ops.live import pinned
 from saf.records.files import locked, read_lines, remove_leftovers_, write_json, write_lines
 from saf.records.run import inherit_events, keep_events_, read_events
+from saf.records.table import byte_size
 from saf.schedules import Freeze, Gradual, OneTime, Proposer, Schedule, setting_of_moment
 from saf.scores import HOW_TO_MEASURE, score_name
 from saf.surgery import pattern_parameters
-from saf.tasks import TASKS, Task
+from saf.tasks import TASKS, Task, TextTask
 from saf.train.config import (
     TrainConfig,
     check_same_run,
@@ -50,6 +53,7 @@ from saf.train.step import (
     graphs_unsupported,
     micro_batches_per_rank,
     parallel_of,
+    update_memory,
 )
 
 
@@ -61,6 +65,8 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     elapsed, folder = Elapsed(), Path(config.out)
     with all_ranks_or_raise():
         _lock_(folder, locks)
+        if (folder / INDEX_FILE).exists():  # preparing the data again would remove the run
+            raise InputError(f"out must be another folder than the data's, got {folder}")
         recorded = read_run_config(folder)["settings"] if (folder / "config.json").exists() else None
         check_same_run(config, recorded, resume=resume)
         execution = Execution.of(
@@ -74,6 +80,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
         shape = model_config(config, vocab_size=task.vocab_size)
         _check_settings(config, execution, task)
         parallel = parallel_of(config.parallel, parameters=shape.num_parameters, execution=execution)
+        _check_memory(config, execution, shape, parallel)
         origin = _open_origin(config, folder, shape, task, resume=resume)
         model, optimizer = _build(config, execution, shape, origin, parallel)
         _check_length(config, task, model)
@@ -141,6 +148,22 @@ def _check_settings(config: TrainConfig, execution: Execution, task: Task) -> No
         freeze.check_calibration(sequences=config.calibration_sequences)
     with pinned(config.kernel, execution.device):  # raises where the kernel cannot run here
         pass
+
+
+def _check_memory(config: TrainConfig, execution: Execution, shape: GPTConfig, parallel: Parallel) -> None:
+    """Raise InputError where 0.75 of the estimate is more than the device has: no measured peak is below that share."""
+    # Sequences of other tasks are mostly far shorter than the context: only the weights are certain.
+    tokens = config.batch_size * context_length(config) if config.task == TextTask.name else 0
+    shards = parallel.processes if parallel.kind == Shards.kind else 1
+    needed = update_memory(shape, tokens, recomputes=config.activation_checkpointing, shards=shards)
+    device, cuda = execution.device, execution.device.type == "cuda"
+    # A GPU's free memory would leave out what an earlier run in this process is about to free.
+    available = torch.cuda.get_device_properties(device).total_memory if cuda else free_bytes(device)
+    if available is not None and 0.75 * needed.total > available:
+        raise InputError(
+            f"training needs about {byte_size(needed.total)} of memory ({byte_size(needed.state)} for weights and "
+            f"moments), got {byte_size(available)}; lower batch_size, length or the model's size"
+        )
 
 
 def check_freeze(freeze: FreezeConfig, schedule: Schedule, execution: Execution) -> None:

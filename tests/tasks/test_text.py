@@ -8,7 +8,7 @@ import torch
 
 import saf
 from saf.data import TokenData, sequential_windows
-from saf.errors import CheckpointError, DataError, InputError
+from saf.errors import CheckpointError, DataError, DivergenceError, InputError
 from saf.machine import Execution
 from saf.models import GPT, preset
 from saf.records.files import read_json, read_tensors, write_json
@@ -126,13 +126,15 @@ def test_the_loss_is_the_mean_over_every_target_of_the_windows(data):
     assert record["windows_hash"] == hash_windows(windows)
 
 
-def test_losses_by_position_are_means_of_ranges_that_grow_fourfold():
+def test_losses_by_position_are_means_of_ranges_that_grow_fourfold_and_those_of_windows_finite():
     losses = torch.rand(3, 300, generator=torch.Generator().manual_seed(0))
     ranges = losses_by_position(-losses)
     assert [end for end, _ in ranges] == [16, 64, 256, 300]
     for (end, mean), first in zip(ranges, (0, 16, 64, 256), strict=True):
         assert mean == pytest.approx(float(losses[:, first:end].mean()), rel=1e-6)
     assert [end for end, _ in losses_by_position(torch.zeros(1, 64))] == [16, 64]
+    with pytest.raises(DivergenceError, match="1 of 3 windows"):
+        window_losses(torch.zeros(3, 4).index_fill(0, torch.tensor(1), torch.nan))
 
 
 def test_files_hold_every_tokens_log_probability_and_are_checked(data, tmp_path):

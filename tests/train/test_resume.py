@@ -126,6 +126,8 @@ def test_a_folder_belongs_to_one_run_and_one_process(settings):
     assert not lock.exists()
     with pytest.raises(InputError, match="holds a run already"):
         pretrain(config)
+    with pytest.raises(InputError, match="must be another folder than the data's"):
+        pretrain(replace(config, out=config.data))
     pretrain(config, resume=True)
 
 

@@ -279,11 +279,12 @@ def test_a_time_budget_is_never_exceeded_and_the_rate_follows_it(settings, secon
     peak = rates(whole.out).index(max(rates(whole.out)))
     assert rates(whole.out)[peak:] == sorted(rates(whole.out)[peak:], reverse=True)
     assert rates(whole.out)[-1] < 4.5e-4
-    never = settings("never", time_budget_seconds=200.0, updates=10_000, eval_every=0, freeze=FREEZE)
+    never = settings("never", time_budget_seconds=200.0, updates=10_000, eval_every=0, freeze=FREEZE, report_at=[9_000])
     with pytest.warns(UserWarning, match="none is recorded until update"):
         result = pretrain(never)
     assert (result["arm"], result["intervention"], result["provenance"]["heads"]) == ("ordinary", None, [])
-    assert any("before all events of its schedule" in words for words in result["missing"])
+    for missing in ("before all events of its schedule", "reports: none after update 9000"):
+        assert any(missing in words for words in result["missing"])
     with pytest.raises(InputError, match="must allow an update"):
         pretrain(settings("none", time_budget_seconds=0.5))
 
@@ -325,6 +326,7 @@ def test_budgets_of_a_branch_stretch_what_is_left_of_the_schedule(settings, fini
         ({"freeze": FreezeConfig(max_per_layer=1), "schedule": TrainLoss()}, "max_per_layer must be left out"),
         ({"freeze": FreezeConfig(whole_groups=True), "schedule": Gradual(groups=2)}, "whole_groups needs"),
         ({"freeze": FreezeConfig(heads=((0, 4),))}, "heads must exist"),
+        ({"batch_size": 2**40}, "training needs about"),
         ({"freeze": FREEZE, "schedule": OneTime(at=4), "update_budget": 4}, "must be before update 4, where"),
         ({"parallel": "ddp"}, "torchrun --nproc-per-node"),
         ({"model_overrides": {"vocab_size": 8}}, "vocab_size must be at least"),
