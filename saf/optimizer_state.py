@@ -57,6 +57,25 @@ def check_optimizer(optimizer: Optimizer | None, parameters: Iterable[Tensor]) -
                 raise UnsupportedError(f"{kind}'s {name!r} must be {expected}; edit before its first step")
 
 
+_START_AT_ZERO = frozenset(
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "exp_inf", "momentum_buffer", "square_avg", "grad_avg", "acc_delta")
+)
+"""State that is zero before a weight's first step in every optimiser of PyTorch (Adagrad's `sum`: by a setting)."""
+
+
+def check_missing_state(parameter: Tensor, optimizer: Optimizer | None, saved: Mapping[str, Tensor]) -> None:
+    """Raise UnsupportedError where returning rows lack state that does not start at zero.
+
+    They lack what is not `saved` with them, because they left the weight before the optimiser's first step.
+    """
+    for name in sorted(moments(parameter, optimizer).keys() - saved.keys() - _START_AT_ZERO):
+        if optimizer is not None and (name != "sum" or _group_of(optimizer, parameter)["initial_accumulator_value"]):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__}'s {name!r} has no known start, and these heads left before its first "
+                "step; delete this optimizer, undo, then make a new one"
+            )
+
+
 def copy_step_count_(parameter: Tensor, optimizer: Optimizer) -> None:
     """Give a weight without elements, which optimiser steps skip, the step count of the other weights."""
     own = optimizer.state.get(parameter, {})

@@ -26,6 +26,7 @@ from saf.ops import FrozenHeads
 from saf.optimizer_state import (
     add_logits_,
     check_can_add_logits,
+    check_missing_state,
     check_optimizer,
     copy_step_count_,
     drop_logits_,
@@ -310,12 +311,13 @@ def plan_edit(
     UnsupportedError where the layer, the backend or the optimiser cannot take the edit.
     """
     _check_layer(site, layout, optimizer)
-    for name in site.projections():
+    for name, (parameter, _) in site.projections().items():
         suffix = BIAS if name.endswith(BIAS) else ""
         for role, head in set(layout.rows_in(name)) - set(site.layout.rows_in(name)):
-            if head not in site.removed.get(role + suffix, {}):
+            if (saved := site.removed.get(role + suffix, {}).get(head)) is None:
                 remedy = "undo before finalize_, or load a checkpoint that has them"
                 raise InputError(f"the {role} rows of head {head} are gone; {remedy}")
+            check_missing_state(parameter, optimizer, saved)
     frozen = None
     if layout.frozen:
         device, dtypes = values_of(site)

@@ -107,15 +107,24 @@ def test_an_optimiser_of_values_and_outputs_alone_that_was_not_passed_is_refused
     update(model, torch.optim.AdamW(own, lr=1e-2))
 
 
-def test_rows_that_left_before_the_first_step_come_back_with_zeros():
+@pytest.mark.parametrize(("kind", "known"), [({}, True), ({"initial_accumulator_value": 0.1}, False)])
+def test_rows_that_left_before_the_first_step_come_back_with_zeros_only_where_that_is_the_start(kind, known):
     model = saf.GPT(SHAPE).double()
     install(model, [(0, 1)])
-    optimizer = torch.optim.Adagrad(model.parameters())
+    optimizer = torch.optim.Adagrad(model.parameters(), **kind)
     update(model, optimizer)
-    saf.uninstall_(model, optimizer=optimizer)
-    sums = optimizer.state[model.attention_layers()[0].q_proj.weight]["sum"]
-    assert (bool(sums[:8].any()), bool(sums[8:16].any())) == (True, False)
-    update(model, optimizer)
+    if known:
+        saf.uninstall_(model, optimizer=optimizer)
+        sums = optimizer.state[model.attention_layers()[0].q_proj.weight]["sum"]
+        assert (bool(sums[:8].any()), bool(sums[8:16].any())) == (True, False)
+        update(model, optimizer)
+        return
+    install(model, OTHERS, optimizer=optimizer)
+    before = snapshot(model, optimizer)
+    with pytest.raises(UnsupportedError, match="left before its first step"):
+        saf.uninstall_(model, optimizer=optimizer)
+    assert_equal(snapshot(model, optimizer), before)
+    saf.uninstall_(model, OTHERS, optimizer=optimizer)  # rows that left with their state come back with it
 
 
 class Listed(torch.optim.SGD):
