@@ -107,7 +107,7 @@ def _speed_lines(record: Record) -> Iterator[Cells]:
 
 
 def _newest(lines: Sequence[Cells]) -> list[Cells]:
-    """Return the lines whose measurement no other has newer; a refused one never replaces an accepted one."""
+    """Return the newest line of each measurement, in order; a refused one never replaces an accepted one."""
     places = sorted(range(len(lines)), key=lambda place: lines[place]["_order"])
     newest = {lines[place]["_same"]: place for place in places}  # of equal measurements the last one stays
     return [lines[place] for place in sorted(newest.values())]
@@ -300,13 +300,13 @@ def compilation(records: Sequence[Record]) -> Tables:
 
 def freezing(records: Sequence[Record]) -> Tables:
     """Yield the warm seconds of interventions and of fits, and of dense collection as their baseline."""
-    for part, title, cells, words in (
+    for part, title, cells, label in (
         ("intervention", "", _intervention_cells, "intervention"),
         ("fit", "Fit of all heads and its KL", _fit_cells, "of"),
         ("dense", _DENSE_TITLE, _dense_cells, "point"),
     ):
         lines = [{**cells(row), "in": name} for name, row in _rows(records, "calibration", part)]
-        yield title, frame(lines, (words,))
+        yield title, frame(lines, (label,))
 
 
 _DENSE_TITLE = "Dense collection of the same queries and keys, in float32, as the baseline"

@@ -199,8 +199,8 @@ def plan(keys: Iterable[Key], scale: Scale, root: Path) -> dict[Key, Run]:
 
 def config_of(run: Run, inputs: Inputs) -> TrainConfig:
     """Return the configuration of a run whose needs have ended."""
-    others = ("freeze", "schedule", "mqar", *_OWN_SETTINGS)
-    own = _with_tuples({name: value for name, value in run.changes.items() if name not in others})
+    special = ("freeze", "schedule", "mqar", *_OWN_SETTINGS)  # read below, each by its own rule
+    own = _with_tuples({name: value for name, value in run.changes.items() if name not in special})
     if "freeze" in run.changes or "heads" in run.needs:
         heads: dict[str, Any] = {"heads": _heads(run.needs["heads"])} if "heads" in run.needs else {}
         own["freeze"] = FreezeConfig(**run.changes.get("freeze", {}), **heads)
@@ -319,7 +319,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
     """
     pending = {key: run for key, run in runs.items() if run.record() is None}
     outcome, total = Outcome(), len(pending)
-    devices, lanes = visible_devices(), list(range(jobs))  # free lanes; each trains one run at a time, on its own GPU
+    devices, lanes = visible_devices(), list(range(jobs))  # free lanes; each trains one run at a time
     active: dict[Future[str | None], tuple[Run, int, float]] = {}
     with StopRequest() as stop, ThreadPoolExecutor(jobs) as pool:
         while pending or active:

@@ -101,13 +101,13 @@ def groups_and_moments(optimizer: AdamW, model: nn.Module) -> tuple[list[dict[st
 
 
 def _on_cpu(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return CPU copies that share no storage on rank 0; every rank must call this, which gathers sharded tensors."""
+    """Return CPU copies on rank 0, nothing on other ranks; all must call this, since it gathers sharded tensors."""
     copies = {}
     # One at a time: a device has room for one whole tensor next to its shards.
     for name, tensor in tensors.items():
         whole = whole_tensor(tensor.detach())
         if is_rank0():
-            copies[name] = whole.to("cpu", copy=True).contiguous()
+            copies[name] = whole.to("cpu", copy=True).contiguous()  # safetensors refuses tensors that share storage
     return copies
 
 

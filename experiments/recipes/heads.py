@@ -166,7 +166,7 @@ RECIPES["recovery"] = Recipe(
 
 # The paper fits to 300 sequences and holds out 200 others.
 _ROWS = {"sequences": 500, "fitted": 0.6, "rate": 0.25, "scale": 4.0}
-# Prepared folders hold out 5% by default: of some 30M tokens, 427 sequences.
+# Prepared folders hold out 5% by default, a third of it for calibration: of some 30M tokens, 427 sequences.
 _FEWER = {"sequences": 400}
 _MIDPOINT_1K = (checkpoint("1k-ordinary", 0.5),)
 _FAMILIES = {"resampled": "whole rows resampled", "gaussian": "Gaussian sampling", "dirichlet": "Dirichlet sampling"}

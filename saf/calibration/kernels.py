@@ -180,7 +180,7 @@ FAR = tl.constexpr(1e4)  # for minus infinity: exp2(-FAR) is zero in float32, an
 TINY = tl.constexpr(1e-37)  # lower bound of the arguments of logarithms, just above the smallest normal float32
 LOG_TINY = tl.constexpr(-126.0)  # lower bound of logarithms, below that of TINY
 UNSPECIALIZED = ["B", "H", "T", "scale", "floor", "first", "num_m", "num_k", "offset", "num_tiles"]
-"""Arguments of either kernel whose values are not compiled in."""
+"""Arguments of either kernel whose values are not compiled in: Triton would compile 1 and multiples of 16 anew."""
 
 
 @triton.jit

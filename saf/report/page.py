@@ -103,7 +103,7 @@ def _own_headline(run: RecordedRun) -> str:
         reached = f"accuracy {100 * result['accuracy']:.2f}%"
     elif run.metrics:
         ppl = result.get("report_perplexity")
-        reached = f"held-out perplexity {number(ppl)}" if ppl else "training,"
+        reached = f"held-out perplexity {number(ppl)}" if ppl else "training,"  # no report yet, or of a task
     elif event.get("loss_after") is not None:
         reached = f"perplexity {signed(100 * math.expm1(event['loss_after'] - event['loss_before']))} at once"
         reached += budget_words(event)
@@ -123,7 +123,7 @@ def _map(run: RecordedRun, name: str, index: int, *, several: bool) -> dict[str,
     for each in run.events:
         costs.update(each.seconds)
     settings = ("score", "rate") if config.get("operation") == "prune" else ("score", "rate", "pattern", "storage")
-    facts = {name: config.get(name) for name in settings}
+    facts = {setting: config.get(setting) for setting in settings}
     if sequences:
         facts["calibrated on"] = f"{sequences} × {number(freeze.get('length'))} tokens"
     if kls:
