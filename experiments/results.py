@@ -192,9 +192,10 @@ def _page(path: Path, blocks: Sequence[Block]) -> str:
 
 
 def _blocks(name: str, results: Path) -> Iterator[Block]:
-    for scale, recipes in RECIPES.get(name, {}).items():
+    committed = {scale: each for scale, each in RECIPES.get(name, {}).items() if (results / scale).is_dir()}
+    for scale, recipes in committed.items():
         records = read_records(results, scale)
-        for own in (all_recipes()[each] for each in recipes if (results / scale).is_dir()):
+        for own in (all_recipes()[each] for each in recipes):
             yield Block(heading=f"{own.numbered_title}, {scale}", text=SERIES.get(scale, "") if own.metrics else "")
             yield from recipe_blocks(RecipeTable(own, scale, records), results / scale)
     measured = read_benchmarks(results)

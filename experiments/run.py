@@ -341,8 +341,7 @@ def execute(runs: Mapping[Key, Run], inputs: Inputs, *, jobs: int = 1) -> Outcom
                 active[future] = pending.pop(run.key), lane, began
             if not active:
                 break
-            # A branch becomes ready by a checkpoint of a run that goes on: with a free lane, look again every 10
-            # seconds.
+            # A branch is ready once its parent, which goes on, has the checkpoint: with a free lane, look every 10 s.
             for future in wait(active, timeout=10 if lanes else None, return_when=FIRST_COMPLETED).done:
                 run, lane, began = active.pop(future)
                 lanes.append(lane)

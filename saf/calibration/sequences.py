@@ -22,7 +22,7 @@ class Sequences:
     """Sequences on the CPU, longest first. Unlike an iterator of batches, they can be read any number of times."""
 
     tokens: list[Tensor]  # token ids of each sequence, LongTensor `[T]`
-    sizes: list[int]  # number of sequences in each batch
+    sizes: list[int]  # number of sequences in each batch, which takes the next ones of `tokens`
     targets: list[Tensor] | None = None
     """The tokens to predict, `[T]` for each sequence, -100 where there is none; by default every next token."""
 
@@ -59,7 +59,7 @@ class Sequences:
 
     @property
     def hash(self) -> str:
-        """SHA-256 of the tokens, and of the lengths where they differ."""
+        """SHA-256 of the tokens, and of the lengths where they differ; else reports have their number and length."""
         lengths = [torch.tensor(self.lengths)] if self.unequal_lengths else []
         return hashlib.sha256(torch.cat([*lengths, *self.tokens]).contiguous().numpy().tobytes()).hexdigest()
 
