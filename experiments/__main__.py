@@ -1,6 +1,7 @@
 """`python -m experiments`: list the recipes of the paper's tables, train and measure what they lack, show them."""
 
 import os
+import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,7 @@ from saf.records.table import byte_size
 from saf.train.loop import EXIT_STOPPED
 
 DEFAULT_SCALE = "small"
+RECIPES_PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
 
 
 @dataclass(kw_only=True)
@@ -169,14 +171,18 @@ class Experiments:
                 self._show(tables[scale])
                 shown = True
             else:
-                print(f"\n{each.numbered_title}: no runs of it in {self.out / scale}")
+                pages = ", ".join(_pages(each)) or "none"
+                print(f"\n{each.numbered_title}: no runs of it in {self.out / scale}; pages of ours: {pages}")
             if others := [one for one in full if one != scale]:
                 print(f"\nOther scales in {self.out} with results of it: {', '.join(others)}.")
         if not shown:
-            raise InputError(
-                f"{self.out} has nothing to show: committed runs are in results (--out results), and docs/recipes.md "
-                "names the pages of docs/results that have other measurements"
-            )
+            raise InputError(f"{self.out} has nothing to show; committed runs are in results: --out results")
+
+
+def _pages(own: Recipe) -> list[str]:
+    """Return the pages of docs/results that docs/recipes.md names for a recipe."""
+    lines = [line for line in RECIPES_PAGE.read_text().splitlines() if f"`{own.name}`" in line]
+    return sorted({f"docs/{page}" for line in lines for page in re.findall(r"\[ours\]\((\S+?)\)", line)})
 
 
 def _list_recipes() -> None:

@@ -278,8 +278,9 @@ def _analysis_blocks(heading: str, record: Record, where: Mapping[str, str]) -> 
 
 def _analyses(folder: Path) -> Iterator[Block]:
     for path in sorted(folder.glob("*.json")):
-        record, words = read_json(path), path.stem.replace("-", " ").capitalize()
-        heading = f"{words}, 124M halfway through 84M tokens"
+        record, own = read_json(path), all_recipes().get(path.stem.replace("-", "_"))
+        title = own.numbered_title if own else path.stem.replace("-", " ").capitalize()
+        heading = f"{title}, 124M halfway through 84M tokens"
         yield from _analysis_blocks(heading, record, {"section": "Analyses", "recipe": path.stem})
         if (picture := analysis_figure([record])) is not None:
             yield Block(heading=heading, picture=(path.stem, f"{path.stem}.svg", picture))
