@@ -71,7 +71,7 @@ class ModelFiles(ABC):
 
     @abstractmethod
     def encoder(self, data: TokenData | None = None) -> Encoder:
-        """Open the model's tokenizer, of a model of this project that of `data`."""
+        """Open the model's tokenizer. A model of this project has none of its own, and takes that of `data`."""
 
     @abstractmethod
     def data(self, path: Path | None) -> TokenData:

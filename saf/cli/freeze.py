@@ -63,7 +63,8 @@ class Command(CheckpointFreezing):
     def _next(self) -> str:
         if is_transformers_model(self.checkpoint):
             # Text on which heads were chosen flatters them.
-            return "`saf compare --help` shows how to measure the model before and after on other text"
+            bos = ", with --bos as here" if self.bos else ""
+            return f"`saf compare --help` shows how to measure the model before and after on other text{bos}"
         return f"train on by `saf pretrain --parent {self.out} --out RUN`"
 
 

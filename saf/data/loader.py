@@ -134,7 +134,7 @@ def read_index(folder: Path) -> dict[str, Any]:
     restore_replaced_(folder)
     if not path.is_file():
         problem = f"not a data folder, it has no {INDEX_FILE}" if folder.exists() else "no such file or data folder"
-        remedy = "give --data a folder that `saf data prepare` wrote, or a Hugging Face model a file of text"
+        remedy = "give --data a folder that `saf data prepare` wrote; a Hugging Face model takes a file of text too"
         raise DataError(f"{folder}: {problem}; {remedy}")
     index = read_json(path, schema=SCHEMA, error=DataError, advice=_AGAIN)
     if index.get("hash") != entries_hash(index):
