@@ -270,6 +270,9 @@ def main(words: list[str]) -> int:
     except BrokenPipeError:  # as of `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:  # a full disk, a folder without permission: no fault of the program's
+        print_progress(f"error: {error.filename or 'input or output'}: {error.strerror or error}")
+        return 1
 
 
 if __name__ == "__main__":

@@ -189,3 +189,6 @@ def test_committed_results_are_shown_at_the_scale_that_has_most_of_them(tmp_path
     assert (tmp_path / "small-75M-fixed_token_controls.tex").read_text().count("toprule") == 2
     assert main([*words, str(tmp_path / "none")]) == 2
     assert "nothing to show" in capsys.readouterr().err
+    (tmp_path / "file").touch()
+    assert main(["table-8", "--scale", "smoke", "--out", str(tmp_path / "file" / "runs")]) == 1
+    assert "Not a directory" in capsys.readouterr().err
