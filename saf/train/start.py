@@ -65,7 +65,7 @@ def start_run(config: TrainConfig, *, resume: bool, locks: ExitStack) -> Run:
     elapsed, folder = Elapsed(), Path(config.out)
     with all_ranks_or_raise():
         _lock_(folder, locks)
-        if (folder / INDEX_FILE).exists():  # preparing the data again would remove the run
+        if (folder / INDEX_FILE).exists():  # with a run's files there, the data could not be prepared again
             raise InputError(f"out must be another folder than the data's, got {folder}")
         recorded = read_run_config(folder)["settings"] if (folder / "config.json").exists() else None
         check_same_run(config, recorded, resume=resume)
