@@ -176,7 +176,8 @@ class Experiments:
             if others := [one for one in full if one != scale]:
                 print(f"\nOther scales in {self.out} with results of it: {', '.join(others)}.")
         if not shown:
-            raise InputError(f"{self.out} has nothing to show; committed runs are in results: --out results")
+            committed = "" if self.out.name == "results" else "; committed runs are in results: --out results"
+            raise InputError(f"{self.out} has nothing to show{committed}")
 
 
 def _pages(own: Recipe) -> list[str]:
