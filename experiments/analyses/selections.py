@@ -36,6 +36,7 @@ from saf.heads import HeadSet
 from saf.models.adapter import adapter_for
 from saf.records.run import events_file, merge_reports, read_events
 from saf.records.table import Part, Table, correlation, number
+from saf.selection import existing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,8 @@ class Stability(Analysis):
         """Return the record; `expected` is the mean overlap of random sets with as many heads in each layer."""
         paths = {"first": self.first, "second": self.second}
         selections: Any = [merge_reports(read_events(path)) for path in paths.values()]
+        if None in selections:
+            raise InputError(f"{self.first} and {self.second} must have an event with heads and scores each")
         one, other = (HeadSet(each["heads"]) for each in selections)
         scores = [matrix(each["scores"]) for each in selections]
         layers, width = scores[0].shape
@@ -129,7 +132,8 @@ class Profiles(ModelAnalysis):
     """A record of `profiles` on a later checkpoint of the run; adds the rank correlation of both records' variances."""
 
     def analyse(self, opened: ModelWithData) -> dict[str, Any]:
-        selected = HeadSet(read_heads(self.selected))
+        selected, sites = HeadSet(read_heads(self.selected)), adapter_for(opened.model).sites()
+        existing(torch.zeros(len(sites), sites[0].layout.num_heads), selected)  # raises now, not after the measurement
         windows = opened.windows(self.windows)[:, :-1]
         if self.text == "calibration":
             windows = torch.cat(opened.calibration())[: self.windows]

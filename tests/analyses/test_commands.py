@@ -100,6 +100,13 @@ def test_stability(run, arms):
     assert (np.mean(drawn), np.std(drawn)) == pytest.approx(expected, abs=0.05)
 
 
+def test_selections_that_there_are_not_are_refused(arms, capsys):
+    assert main(["stability", str(arms[0]), str(arms[1])]) == 2
+    assert "must have an event" in capsys.readouterr().err
+    assert main(["profiles", str(midpoint(arms)), *map(str, SMALL), "--selected", "9:0"]) == 2
+    assert "heads must exist" in capsys.readouterr().err
+
+
 def test_geometry_and_costs(run, arms, tmp_path):
     costs = {rate: {name: number for number, name in enumerate(TARGETS)} for rate in ("0.25", "0.5")}
     (tmp_path / "costs.json").write_text(json.dumps(costs))
